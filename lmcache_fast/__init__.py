@@ -1,4 +1,4 @@
-"""Fused kernels behind lmcache_ref's backend registry: the same bits as the reference, near the hardware's limit.
+"""Fused kernels behind lmcache_ref's backend registry: the reference's bits, near the hardware's limit.
 
 The entry point `lmcache_ref.backends` calls `register`; lmcache_ref itself never imports this package.
 Nothing here moves a byte: kernels and launches live in the subpackages.
