@@ -1,4 +1,4 @@
-"""What holds for every test: report header, `gpu` marker and `--require-gpu`, hypothesis profiles, poison.
+"""What holds for every test: report header, `gpu` marker and `--require-gpu`, hypothesis profile, poison.
 
 Nothing here knows the library; sentinels, comparers and engine caches live in the modules that use them.
 `test_house.py` runs this very file in small suites of its own and checks each promise.
@@ -21,13 +21,14 @@ pytest_plugins = ["pytester"]
 
 LIBRARY_PACKAGES = ("lmcache_ref", "lmcache_fast")
 POISON_BYTE = 0xA5
-# Pages of a large pool that no test touches should not become real: above twice this, only the ends are filled.
+# Pages of a large pool that no test touches should not become real: above twice this, only its ends change.
 POISON_END_BYTES = 32 << 20
 
 # CI draws the same examples every time, so that a red run is red again; elsewhere each run draws new ones.
-hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
-hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+hypothesis.settings.register_profile(
+    "house", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI"))
+)
+hypothesis.settings.load_profile("house")
 
 # torch remembers its factory functions the first time a `with torch.device(...)` block calls one. That has to
 # be now, while they are its own: later it would remember the poisoned torch.empty, and ignore the real one.
