@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from lmcache_ref.errors import ArgumentError, DtypeError, StrideError
+from .errors import ArgumentError, DtypeError, StrideError
 
 KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 POSITION_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -63,9 +63,7 @@ class RotarySpec:
         return self.cos_sin_cache.shape[1]
 
     @classmethod
-    def from_module(
-        cls, module: object, *, is_neox: bool | None = None, max_position: int | None = None
-    ) -> RotarySpec:
+    def from_module(cls, module: object, *, is_neox: bool | None = None, max_position: int | None = None) -> RotarySpec:
         """The spec of an engine's own rotary module, or an ArgumentError that names the module.
 
         vLLM style (`cos_sin_cache`, `is_neox_style`, `rotary_dim`): the table is taken as it is, not copied.
@@ -184,8 +182,8 @@ def _check_invertible(n: Tensor, old: Tensor, moved: Tensor) -> None:
         row, _, pair = bad[0].tolist()
         token = int(moved[row])
         raise ArgumentError(
-            f"old_positions[{token}] = {int(old[token])}: n = cos*cos + sin*sin of pair {pair} in cos_sin_cache"
-            f" is {n[row, 0, pair].item()}; it must be > 0 and finite, or the rotation cannot be undone"
+            f"old_positions[{token}] = {int(old[token])}: n = cos*cos + sin*sin of pair {pair} of the table "
+            f"is {n[row, 0, pair].item()}; > 0 and finite needed, or the rotation cannot be undone"
         )
 
 
@@ -209,11 +207,8 @@ def rotary_table(
         at the end: keys an engine rotated by angles rounded to float32 are best undone with the same angles.
     Source: Su et al., RoFormer (arXiv 2104.09864); the scalings cite theirs.
     """
-    for name, value in (("max_position", max_position), ("rotary_dim", rotary_dim)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ArgumentError(f"{name}: {value!r}; a positive integer is needed")
-    if rotary_dim % 2:
-        raise ArgumentError(f"rotary_dim: {rotary_dim}; an even number is needed")
+    if not isinstance(rotary_dim, int) or rotary_dim < 2 or rotary_dim % 2:
+        raise ArgumentError(f"rotary_dim: {rotary_dim!r}; a positive even integer is needed")
     if dtype not in KEY_DTYPES:
         raise DtypeError(f"dtype: {dtype}; one of {KEY_DTYPES} is needed")
     kind, theta, options = _read_scaling(scaling or {}, base)
@@ -224,7 +219,9 @@ def rotary_table(
     return _table(inverse_frequency, attention_factor, max_position).to(dtype)
 
 
-def _table(inverse_frequency: Tensor, attention_factor: float, max_position: int) -> Tensor:
+def _table(inverse_frequency: Tensor, attention_factor: float, max_position: Any) -> Tensor:
+    if not isinstance(max_position, int) or max_position < 1:
+        raise ArgumentError(f"max_position: {max_position!r}; a positive integer is needed")
     positions = torch.arange(max_position, dtype=inverse_frequency.dtype, device=inverse_frequency.device)
     angles = positions[:, None] * inverse_frequency
     return torch.cat((angles.cos() * attention_factor, angles.sin() * attention_factor), dim=-1)
@@ -352,29 +349,23 @@ def _is_allowed_number(name: str, value: Any) -> bool:
 _TABLE_MODULE = ("cos_sin_cache", "is_neox_style", "rotary_dim")  # vLLM
 _FREQUENCY_MODULE = ("inv_freq", "attention_scaling", "rope_type")  # Hugging Face
 
-# What a module carries, or is called, when one table indexed by one position does not say what it does.
-_REFUSED_ATTRIBUTES = {
-    "mrope_section": "mrope: several positions per token",
-    "xdrope_section": "xdrope: several positions per token",
-    "long_short_cos_sin_cache": "longrope: two tables, chosen by length",
-    "long_factor": "longrope: two tables, chosen by length",
-    "cos_sin_k_cache": "dual chunk: keys are rotated within their chunk",
-}
-_REFUSED_NAMES = ("mrotary", "xdrotary", "dynamic", "longrope", "dualchunk", "fourier", "vision")
+# Words in the class name (or a base's) of modules that one table indexed by one position does not describe:
+# several positions per token, tables that depend on the length, keys rotated within a chunk, learnt tables.
+_REFUSED_NAMES = ("mrotary", "xdrotary", "vision", "dynamic", "longrope", "dualchunk", "fourier")
 
 
 def _refusal(module: object, why: str) -> ArgumentError:
-    known = ", ".join(_FREQUENCIES)
     return ArgumentError(
         f"rotary module {type(module).__name__}: {why}. Supported is one table indexed by one position "
-        f"({known}); if this is one, give RotarySpec(cos_sin_cache, is_neox) itself"
+        f"({', '.join(_FREQUENCIES)}); if this is one, give RotarySpec(cos_sin_cache, is_neox) itself"
     )
 
 
 def _refuse_unsupported(module: Any) -> None:
-    for attribute, why in _REFUSED_ATTRIBUTES.items():
-        if getattr(module, attribute, None) is not None:
-            raise _refusal(module, why)
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if getattr(module, "mrope_section", None) is not None or "mrope_section" in parameters:
+        raise _refusal(module, "mrope, several positions per token")
     for parent in type(module).__mro__:
         if any(word in parent.__name__.lower() for word in _REFUSED_NAMES):
             raise _refusal(module, f"is a {parent.__name__}")
@@ -397,15 +388,10 @@ def _spec_from_table_module(module: Any, is_neox: bool | None, max_position: int
 
 def _spec_from_frequency_module(module: Any, is_neox: bool | None, max_position: int | None) -> RotarySpec:
     name = type(module).__name__
-    for parameters in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in (getattr(getattr(module, "config", None), parameters, None) or {}):
-            raise _refusal(module, _REFUSED_ATTRIBUTES["mrope_section"])
     if not isinstance(module.rope_type, str) or module.rope_type not in _FREQUENCIES:
         raise _refusal(module, f"rope_type is {module.rope_type!r}")
     if is_neox is None:
         raise ArgumentError(f"is_neox: missing; {name} does not know its model's pairing (True: as Llama)")
     rows = getattr(module, "max_seq_len_cached", None) if max_position is None else max_position
-    if not isinstance(rows, int) or rows < 1:
-        raise ArgumentError(f"max_position: {rows!r}; a positive integer is needed for {name}")
     inverse_frequency = module.inv_freq.detach().to(torch.float32)
     return RotarySpec(_table(inverse_frequency, float(module.attention_scaling), rows), is_neox)

@@ -25,9 +25,7 @@ POISON_BYTE = 0xA5
 POISON_END_BYTES = 32 << 20
 
 # CI draws the same examples every time, so that a red run is red again; elsewhere each run draws new ones.
-hypothesis.settings.register_profile(
-    "house", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI"))
-)
+hypothesis.settings.register_profile("house", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("house")
 
 # torch remembers its factory functions the first time a `with torch.device(...)` block calls one. That has to

@@ -131,9 +131,7 @@ def test_header_names_backend_and_every_variable_of_ours(suite, monkeypatch):
 def test_header_says_when_no_variable_is_set(suite, monkeypatch):
     for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
         monkeypatch.delenv(name)
-    header(suite).fnmatch_lines(
-        ["backend: LMCACHE_BACKEND=(unset, so auto)", "environment: no LMCACHE_[*] variable"]
-    )
+    header(suite).fnmatch_lines(["backend: LMCACHE_BACKEND=(unset, so auto)", "environment: no LMCACHE_[*] variable"])
 
 
 def test_header_names_versions(suite, monkeypatch):

@@ -119,9 +119,7 @@ def test_the_check_of_imports_sees_an_import():
 
 
 def test_the_core_imports_torch_einops_and_nothing_else():
-    extra = modules_after("import torch, einops", "import lmcache_ref") - modules_after(
-        "import torch, einops"
-    )
+    extra = modules_after("import torch, einops", "import lmcache_ref") - modules_after("import torch, einops")
     assert extra == {"lmcache_ref"}
 
 

@@ -1,0 +1,188 @@
+"""What a transfer will move, checked: planes, chunks as views, and the span of the request each chunk holds.
+
+Every backend receives the same `TransferPlan`; all checks that need no slot *value* are made here, before anything
+is written. The values are checked by `check_slots`, which the reference always calls and a fast backend may call
+only where the slots are on the host or `LMCACHE_VALIDATE=1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .bits import same_bytes
+from .discovery import Planes, check_strides
+from .errors import (
+    ArgumentError,
+    ChunkError,
+    DtypeError,
+    DuplicateSlotError,
+    SkipPrefixError,
+    SlotError,
+    SlotRangeError,
+)
+from .kv_cache import PagedKVCache
+from .layouts import CHUNK_AXES, CHUNK_FORMATS, canonical_view, parse_pattern
+from .memory import MemoryFormat, MemoryObj
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """One chunk: `chunk[kv, layer]` is `[T, NH, HS]`, a view of the caller's tensor; its rows are the request's tokens
+    `[start, end)`."""
+
+    chunk: torch.Tensor
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """A checked batch: which planes, which chunks, which slots.
+
+    planes: `planes[i][kv]` for the i-th requested layer; `chunk[kv, i]` belongs to it.
+    slots: int64 `[tokens of the request]`, on whatever device the caller had it.
+    Tokens below `skip_prefix_n_tokens` (counted from the start of the request) and tokens of negative slot stay.
+    """
+
+    cache: PagedKVCache
+    planes: Planes
+    spans: tuple[ChunkSpan, ...]
+    slots: torch.Tensor
+    skip_prefix_n_tokens: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        cache: PagedKVCache,
+        slots: torch.Tensor,
+        chunks: Sequence[torch.Tensor | MemoryObj],
+        *,
+        fmt: MemoryFormat,
+        layers: Sequence[int] | int | None = None,
+        starts: Sequence[int] | None = None,
+        skip_prefix_n_tokens: int = 0,
+    ) -> TransferPlan:
+        """Check everything and name every axis. Arguments as in `lmcache_ref.gather`."""
+        if not isinstance(cache, PagedKVCache):
+            raise ArgumentError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+        layers = _checked_layers(layers, cache)
+        slots = checked_slots(slots)
+        if (
+            isinstance(skip_prefix_n_tokens, bool)
+            or not isinstance(skip_prefix_n_tokens, int)
+            or skip_prefix_n_tokens < 0
+        ):
+            raise SkipPrefixError(f"skip_prefix_n_tokens must be an int >= 0, got {skip_prefix_n_tokens!r}")
+        if starts is not None and len(starts) != len(chunks):
+            raise ChunkError(f"{len(chunks)} chunks but {len(starts)} starts")
+        spans = []
+        next_start = 0
+        for index, chunk in enumerate(chunks):
+            view = chunk_view(chunk, f"chunks[{index}]", fmt, cache, len(layers))
+            start = next_start if starts is None else starts[index]
+            next_start = end = start + view.shape[2]
+            if start < 0 or end > len(slots):
+                raise ChunkError(f"chunks[{index}] holds tokens [{start}, {end}) but slots covers [0, {len(slots)})")
+            spans.append(ChunkSpan(view, start, end))
+        return cls(cache, cache.select_layers(layers), tuple(spans), slots, skip_prefix_n_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all chunks, skipped ones included."""
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all chunks, skipped tokens included."""
+        return sum(span.chunk.numel() * span.chunk.element_size() for span in self.spans)
+
+
+def chunk_view(
+    chunk: torch.Tensor | MemoryObj, name: str, fmt: MemoryFormat, cache: PagedKVCache, num_layers: int
+) -> torch.Tensor:
+    """The chunk as `[TWO, NL, T, NH, HS]`, a view; DtypeError, StrideError or ChunkError when it does not fit `cache`."""
+    tensor = chunk.tensor if isinstance(chunk, MemoryObj) else chunk
+    if not isinstance(tensor, torch.Tensor):
+        raise ChunkError(f"{name} has no tensor ({type(chunk).__name__})")
+    if fmt not in CHUNK_FORMATS:
+        raise ChunkError(f"fmt={fmt!r} is no chunk format; allowed: {', '.join(f.name for f in CHUNK_FORMATS)}")
+    if not same_bytes(tensor.dtype, cache.dtype):
+        raise DtypeError(f"{name} is {tensor.dtype}, the KV cache is {cache.dtype}; bytes are moved, not converted")
+    sizes = {"two": cache.kv_size, "nl": num_layers, "nh": cache.num_heads, "hs": cache.head_size, "1": 1}
+    for pattern in CHUNK_FORMATS[fmt]:
+        axes = parse_pattern(pattern)
+        names = [name for group in axes for name in group]
+        wanted = [_length(group, sizes) for group in axes]
+        fits = len(axes) == tensor.dim() and all(n in (None, m) for n, m in zip(wanted, tensor.shape, strict=True))
+        if fits and (("two" in names) == (cache.kv_size == 2)) and ("nl" in names or num_layers == 1):
+            check_strides(tensor, name)
+            return canonical_view(tensor, axes, sizes, CHUNK_AXES)
+    raise ChunkError(
+        f"{name} has shape {tuple(tensor.shape)}; {fmt.name} [{' | '.join(CHUNK_FORMATS[fmt])}] of this transfer means "
+        f"two={cache.kv_size}, NL={num_layers}, D = NH*HS = {cache.num_heads}*{cache.head_size}"
+    )
+
+
+def checked_slots(slots: torch.Tensor) -> torch.Tensor:
+    """`slots` as int64 (widened, never narrowed); SlotError unless it is a 1-D integer tensor."""
+    if not isinstance(slots, torch.Tensor):
+        raise SlotError(f"slots must be a tensor, got {type(slots).__name__}")
+    if slots.dim() != 1 or slots.dtype.is_floating_point or slots.dtype.is_complex or slots.dtype == torch.bool:
+        raise SlotError(f"slots must be int64 [tokens], got {slots.dtype} {tuple(slots.shape)}")
+    return slots.to(torch.int64)
+
+
+def check_slots(plan: TransferPlan, *, duplicates: bool) -> None:
+    """Every slot that will be used exists (rule 3) and, with `duplicates`, is used once (rule 4). Reads slot values."""
+    used = [plan.slots[max(span.start, plan.skip_prefix_n_tokens) : span.end] for span in plan.spans]
+    if not used:
+        return
+    slot = torch.cat(used).cpu()
+    limit = plan.cache.num_slots
+    if slot.numel() and int(slot.max()) >= limit:
+        token, value = next((t, s) for t, s in _tokens_and_slots(plan) if s >= limit)
+        raise SlotRangeError(
+            f"slots[{token}] = {value}: the cache has NB*BS = {plan.cache.num_blocks}*{plan.cache.block_size} = {limit} slots"
+        )
+    slot = slot[slot >= 0]
+    if duplicates and slot.unique().numel() != slot.numel():
+        seen: dict[int, int] = {}
+        for token, value in _tokens_and_slots(plan):
+            if value >= 0 and value in seen:
+                raise DuplicateSlotError(f"slots[{seen[value]}] and slots[{token}] are both {value}: one write is lost")
+            seen[value] = token
+
+
+def _tokens_and_slots(plan: TransferPlan) -> list[tuple[int, int]]:
+    """`(token, slot)` of every token that is not in the skipped prefix, in order of the chunks."""
+    slots = plan.slots.tolist()
+    return [
+        (token, slots[token])
+        for span in plan.spans
+        for token in range(max(span.start, plan.skip_prefix_n_tokens), span.end)
+    ]
+
+
+def _length(group: tuple[str, ...], sizes: dict[str, int]) -> int | None:
+    """Elements on one tensor axis, None where any number goes (`t`)."""
+    length = 1
+    for name in group:
+        if name not in sizes:
+            return None
+        length *= sizes[name]
+    return length
+
+
+def _checked_layers(layers: Any, cache: PagedKVCache) -> list[int]:
+    """The requested layers as a list; ArgumentError for one that does not exist or comes twice."""
+    chosen = list(range(cache.num_layers)) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    for layer in chosen:
+        if not isinstance(layer, int) or not 0 <= layer < cache.num_layers:
+            raise ArgumentError(f"layers: {layer!r} is not a layer; the cache has NL = {cache.num_layers}")
+    if len(set(chosen)) != len(chosen):
+        raise ArgumentError(f"layers: {chosen} names a layer twice")
+    return chosen
