@@ -39,7 +39,7 @@ class EngineType(str, Enum):
 class LayerGroup:
     """Layers whose caches are alike: one tensor `[kv, NL, T, D]` of a memory object, D = NH*HS.
 
-    `layer_indices` are places in the engine's list of caches. `kv` is 2 for K and V, 1 for one plane (MLA). BS,
+    `layer_indices` are places in the engine's list of caches. `kv` is 2 for K and V, 1 for MLA. BS,
     tokens per block, is None where it is not known.
     """
 
