@@ -217,6 +217,10 @@ class MemoryAllocator:
             raise ArgumentError(f"size: {size!r}; allowed: a number of bytes, 0 or more")
         if not isinstance(align_bytes, int) or align_bytes < WIDEST_DTYPE_BYTES or align_bytes.bit_count() != 1:
             raise ArgumentError(f"align_bytes: {align_bytes!r}; allowed: a power of two, at least 16")
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"device: {device!r}; allowed: a torch device ({error})") from error
         # The pages that the pool touches are touched by nothing else, so that they can be locked.
         base_align_bytes = max(align_bytes, PAGE_BYTES)
         memory = torch.empty(size + base_align_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
