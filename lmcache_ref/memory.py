@@ -319,12 +319,16 @@ class HostMemoryAllocator(MemoryAllocator):
 
 
 class PinMemoryAllocator(MemoryAllocator):
-    """Host memory, locked as one registration where CUDA is available. BackendError when CUDA refuses."""
+    """Host memory, page-locked where CUDA is available: one registration, so that no copy can span two.
+
+    Registered rather than allocated by torch, which would take the next power of two of memory (8 GiB for 5).
+    `Tensor.is_pinned` knows only what torch allocated and may say False. BackendError when CUDA refuses.
+    """
 
     def __init__(self, size: int, *, align_bytes: int = PAGE_BYTES):
         super().__init__(size, "cpu", align_bytes)
         self._unlock: Callable[[], object] = lambda: None
-        if size and torch.cuda.is_available():  # not torch's pinned memory, which rounds up to a power of two
+        if size and torch.cuda.is_available():
             pool = self.require_pool()
             code = int(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), _round_up(size, PAGE_BYTES), 0))
             if code:

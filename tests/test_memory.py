@@ -7,6 +7,7 @@ of the free list show that it can fail.
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from lmcache_ref import memory
-from lmcache_ref.errors import ArgumentError, DoubleFreeError, ObjectError, UseAfterFreeError
+from lmcache_ref.errors import ArgumentError, BackendError, DoubleFreeError, ObjectError, UseAfterFreeError
 from lmcache_ref.memory import (
     AddressSpace,
     GPUMemoryAllocator,
@@ -417,31 +418,110 @@ def test_bad_tensor_index(i: int) -> None:
         obj.get_tensor(i)
 
 
-# CUDA
+# Page-locking and CUDA
 
 
-@pytest.mark.gpu
-def test_pinned_pool_is_pinned_until_closed() -> None:
-    allocator = PinMemoryAllocator(3 * PAGE + 100)
-    obj = take(allocator, 3 * PAGE + 100)
-    assert obj.raw_tensor.is_pinned() and obj.raw_tensor[-1:].is_pinned()
-    obj.raw_tensor.copy_(torch.arange(obj.get_size()) % 251)
-    on_device = obj.raw_tensor.to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(on_device.cpu(), obj.raw_tensor)
-    view = obj.raw_tensor
-    allocator.close()
-    assert not view.is_pinned()
+class FakeRuntime:
+    """Answers as the CUDA runtime does, and keeps count of what is registered."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:
+        assert pointer % PAGE == size_bytes % PAGE == flags == 0
+        if self.code == 0:
+            self.registered[pointer] = size_bytes
+        return self.code
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.registered[pointer]
+        return 0
 
 
-@pytest.mark.gpu
-def test_collected_pool_is_unpinned() -> None:
+@pytest.fixture
+def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.mark.parametrize("align_bytes", [64, 1 << 16])
+def test_whole_pages_of_its_own_are_registered(fake_runtime: FakeRuntime, align_bytes: int) -> None:
+    allocators = [PinMemoryAllocator(3 * PAGE + 100, align_bytes=align_bytes) for _ in range(20)]
+    assert fake_runtime.registered == {allocator.pool.data_ptr(): 4 * PAGE for allocator in allocators}
+    for allocator in allocators:
+        storage = allocator.pool.untyped_storage()
+        assert allocator.pool.data_ptr() + 4 * PAGE <= storage.data_ptr() + storage.nbytes()
+
+
+def test_close_unregisters_once(fake_runtime: FakeRuntime) -> None:
     allocator = PinMemoryAllocator(PAGE)
-    view = allocator.pool
-    assert view.is_pinned()
+    assert len(fake_runtime.registered) == 1
+    allocator.close()
+    assert not fake_runtime.registered
+    allocator.close()
+
+
+def test_collection_unregisters(fake_runtime: FakeRuntime) -> None:
+    allocator = PinMemoryAllocator(PAGE)
+    obj = take(allocator, 8)
     del allocator
     gc.collect()
-    assert not view.is_pinned()
+    assert len(fake_runtime.registered) == 1, "the object keeps its pool"
+    del obj
+    gc.collect()
+    assert not fake_runtime.registered
+
+
+def test_refused_registration(fake_runtime: FakeRuntime) -> None:
+    fake_runtime.code = 2
+    with pytest.raises(BackendError, match=r"^size: 4096 bytes of host memory cannot be pinned, CUDA error 2$"):
+        PinMemoryAllocator(PAGE)
+
+
+def test_nothing_to_register(fake_runtime: FakeRuntime) -> None:
+    PinMemoryAllocator(0).close()
+    HostMemoryAllocator(PAGE).close()
+    assert not fake_runtime.registered
+
+
+def is_locked(tensor: torch.Tensor, at_byte: int) -> bool:
+    """Whether the CUDA driver knows that byte as page-locked host memory."""
+    torch.zeros(1, device="cuda")  # the question needs a context
+    memory_type = ctypes.c_uint(0)
+    attribute_memory_type, type_host, code_success, code_invalid = 2, 1, 0, 1
+    code = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
+        ctypes.byref(memory_type), attribute_memory_type, ctypes.c_void_p(tensor.data_ptr() + at_byte)
+    )
+    assert code in (code_success, code_invalid)
+    return code == code_success and memory_type.value == type_host
+
+
+@pytest.mark.gpu
+def test_pinned_pool_is_locked_until_closed() -> None:
+    size_bytes = 3 * PAGE + 100
+    allocator = PinMemoryAllocator(size_bytes)
+    view = take(allocator, size_bytes).raw_tensor
+    assert is_locked(view, 0) and is_locked(view, size_bytes - 1)
+    assert not is_locked(HostMemoryAllocator(PAGE).pool, 0)
+    view.copy_(torch.arange(size_bytes) % 251)
+    on_device = view.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(on_device.cpu(), view)
+    allocator.close()
+    assert not is_locked(view, 0) and torch.equal(on_device.cpu(), view)
+
+
+@pytest.mark.gpu
+def test_collected_pool_is_unlocked() -> None:
+    allocator = PinMemoryAllocator(PAGE)
+    view = allocator.pool
+    assert is_locked(view, 0)
+    del allocator
+    gc.collect()
+    assert not is_locked(view, 0)
 
 
 @pytest.mark.gpu
