@@ -334,7 +334,7 @@ class PinMemoryAllocator(MemoryAllocator):
             if code:
                 raise BackendError(f"size: {size} bytes of host memory cannot be pinned, CUDA error {code}")
             self._unlock = unlock = weakref.finalize(self, _unregister, pool)
-            unlock.atexit = False
+            unlock.atexit = False  # the end of the process unlocks them anyway, and CUDA may be gone by then
 
     def close(self) -> None:
         super().close()

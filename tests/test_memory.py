@@ -458,7 +458,7 @@ def test_whole_pages_of_its_own_are_registered(fake_runtime: FakeRuntime, align_
 
 def test_close_unregisters_once(fake_runtime: FakeRuntime) -> None:
     allocator = PinMemoryAllocator(PAGE)
-    assert len(fake_runtime.registered) == 1
+    assert len(fake_runtime.registered) == 1 and not allocator._unlock.atexit
     allocator.close()
     assert not fake_runtime.registered
     allocator.close()
@@ -561,6 +561,30 @@ def test_memcheck_fails_on_broken_books(name: str) -> None:
     assert allocator.memcheck()
     BROKEN_BOOKS[name](allocator._space)
     assert not allocator.memcheck()
+
+
+def test_the_books_are_opened_under_the_lock_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: set[str] = set()
+
+    class GuardedSpace(AddressSpace):
+        def __getattribute__(self, name: str) -> object:
+            if name in ("take", "give_back", "check", "free_bytes"):
+                assert allocator.lock._is_owned(), name
+                opened.add(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(memory, "AddressSpace", GuardedSpace)
+    allocator = HostMemoryAllocator(4 * PAGE)
+    with pytest.raises(AssertionError, match=r"^take"):
+        allocator._space.take(1)
+    first, second = allocator.batched_allocate([8], U8, 2)
+    assert allocator.batched_allocate([8], U8, 3) is None
+    first.pin()
+    allocator.free(first)
+    first.unpin()
+    second.ref_count_down()
+    assert allocator.memcheck() and allocator.free_bytes == 4 * PAGE and allocator.used_bytes == 0
+    assert opened == {"take", "give_back", "check", "free_bytes"}
 
 
 def test_threads() -> None:
