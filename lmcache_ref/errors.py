@@ -49,7 +49,7 @@ class ChunkError(LMCacheRefError, ValueError):
 
 
 class ContractViolation(LMCacheRefError, AssertionError):
-    """A backend broke the contract: it wrote where it must not, or the wrong bytes (rules 2 and 5). Raised by the checkers."""
+    """A backend broke the contract: it wrote where it must not, or the wrong bytes (rules 1, 2, 5). Raised by checkers."""
 
 
 class BackendError(LMCacheRefError, RuntimeError):

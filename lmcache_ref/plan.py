@@ -7,6 +7,7 @@ only where the slots are on the host or `LMCACHE_VALIDATE=1`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,34 +138,43 @@ def checked_slots(slots: torch.Tensor) -> torch.Tensor:
 
 
 def check_slots(plan: TransferPlan, *, duplicates: bool) -> None:
-    """Every slot that will be used exists (rule 3) and, with `duplicates`, is used once (rule 4). Reads slot values."""
-    used = [plan.slots[max(span.start, plan.skip_prefix_n_tokens) : span.end] for span in plan.spans]
-    if not used:
+    """`check_slot_values` for the spans of a plan."""
+    spans = [(span.start, span.end) for span in plan.spans]
+    check_slot_values(plan.cache, plan.slots, spans, plan.skip_prefix_n_tokens, duplicates=duplicates)
+
+
+def check_slot_values(
+    cache: PagedKVCache, slots: torch.Tensor, spans: Sequence[tuple[int, int]], skip: int, *, duplicates: bool
+) -> None:
+    """Every slot that will be used exists (rule 3) and, with `duplicates`, is used once (rule 4).
+
+    Used are the tokens of `spans`, `[start, end)` each, from token `skip` on. Makes the host wait for slots on a device.
+    """
+    if not spans:
         return
-    slot = torch.cat(used).cpu()
-    limit = plan.cache.num_slots
+    limit = cache.num_slots
+    used = torch.cat([torch.arange(max(start, skip), end) for start, end in spans if end > max(start, skip)] or [_NONE])
+    slot = slots.cpu()[used]
     if slot.numel() and int(slot.max()) >= limit:
-        token, value = next((t, s) for t, s in _tokens_and_slots(plan) if s >= limit)
-        raise SlotRangeError(
-            f"slots[{token}] = {value}: the cache has NB*BS = {plan.cache.num_blocks}*{plan.cache.block_size} = {limit} slots"
-        )
-    slot = slot[slot >= 0]
-    if duplicates and slot.unique().numel() != slot.numel():
-        seen: dict[int, int] = {}
-        for token, value in _tokens_and_slots(plan):
-            if value >= 0 and value in seen:
-                raise DuplicateSlotError(f"slots[{seen[value]}] and slots[{token}] are both {value}: one write is lost")
-            seen[value] = token
+        bad = int(used[(slot >= limit).nonzero()[0]])
+        counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {limit}"
+        raise SlotRangeError(f"slots[{bad}] = {int(slots[bad])}: the cache has {counted} slots")
+    if duplicates:
+        kept, token = slot[slot >= 0], used[slot >= 0]
+        ordered, order = kept.sort(stable=True)
+        twice = (ordered[1:] == ordered[:-1]).nonzero()
+        if len(twice):
+            at = int(twice[0])
+            first, second = (int(token[order[i]]) for i in (at, at + 1))
+            raise DuplicateSlotError(f"slots[{first}] and slots[{second}] are both {int(ordered[at])}: a write is lost")
 
 
-def _tokens_and_slots(plan: TransferPlan) -> list[tuple[int, int]]:
-    """`(token, slot)` of every token that is not in the skipped prefix, in order of the chunks."""
-    slots = plan.slots.tolist()
-    return [
-        (token, slots[token])
-        for span in plan.spans
-        for token in range(max(span.start, plan.skip_prefix_n_tokens), span.end)
-    ]
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+def validating() -> bool:
+    """Whether `LMCACHE_VALIDATE=1` asks for every optional check."""
+    return os.environ.get("LMCACHE_VALIDATE", "").strip() not in ("", "0")
 
 
 def _length(group: tuple[str, ...], sizes: dict[str, int]) -> int | None:

@@ -1,4 +1,4 @@
-"""What all connectors share: reading their arguments, finding the planes, checking a batch, staging.
+"""What all connectors share: reading their arguments, finding the planes, keeping objects alive, staging.
 
 A concrete connector says what it accepts, how it maps tokens to objects and when work must be ordered; the moving is
 the backend's.
@@ -7,6 +7,7 @@ the backend's.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,13 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..backends import get_backend
-from ..discovery import check_hints, flatten
-from ..errors import ArgumentError, ChunkError, LayoutError, SkipPrefixError
+from ..backends import Operations, get_backend
+from ..discovery import flatten
+from ..errors import ArgumentError, SkipPrefixError
 from ..kv_cache import PagedKVCache
 from ..memory import MemoryFormat, MemoryObj
 from ..metadata import EngineType, LMCacheMetadata
 from ..plan import ChunkSpan, TransferPlan, check_slots, checked_slots
+from ..transfer import Transfer
+from .buffers import DeviceBuffers
+from .checks import merged_hints, positive_int
 from .interface import GPUConnectorInterface
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,15 +43,137 @@ def nvtx(call: F) -> F:
     return ranged  # type: ignore[return-value]
 
 
-class PagedConnector(GPUConnectorInterface):
-    """Common construction and argument handling of the connectors over one `PagedKVCache`.
-
-    hidden_dim_size: D = NH*HS elements. num_layers: NL. use_gpu: go through a device staging buffer.
-    chunk_size: tokens that buffer holds. dtype: of the KV cache, checked when given. device: of the buffer.
-    use_mla: one plane a layer. layout_hints: see `lmcache_ref.discovery.HINTS`.
-    """
+class ConnectorBase(GPUConnectorInterface):
+    """The engine's side and the objects' side of every connector; knows nothing of sizes."""
 
     engine: EngineType = EngineType.VLLM
+    use_gpu: bool = False
+
+    def __init__(self) -> None:
+        self.buffers = DeviceBuffers()
+        self._known: tuple[tuple[int, ...], list[torch.Tensor], Any] | None = None  # nesting, tensors, what was read
+        self._in_flight: list[tuple[Transfer, list[MemoryObj]]] = []
+        self._lock = threading.Lock()  # one thread may store while another loads
+
+    # ------------------------------------------------------------------------------------------ the engine's side
+
+    def read_engine(self, kvcaches: Any) -> Any:
+        """What this connector makes of the engine's tensors: planes."""
+        raise AssertionError("every connector reads its engine")
+
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
+        """Take `kvcaches` if given and find its planes. Raises LayoutError as `discover` does."""
+        if kwargs.get("kvcaches") is not None:
+            self.kv_cache(kwargs)
+
+    def kv_cache(self, kwargs: Mapping[str, Any]) -> Any:
+        """The planes of `kwargs["kvcaches"]`, or of the newest list given before; ArgumentError when there is none."""
+        kvcaches, known = kwargs.get("kvcaches"), self._known
+        if kvcaches is None:
+            if known is None:
+                raise ArgumentError("kvcaches is missing, and none was given before")
+            return known[2]
+        leaves, nesting = flatten(kvcaches)
+        if known is None or nesting != known[0] or not all(a is b for a, b in zip(leaves, known[1], strict=True)):
+            known = self._known = (nesting, leaves, self.read_engine(kvcaches))
+        return known[2]
+
+    def slot_mapping(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """`kwargs["slot_mapping"]` as int64 `[tokens of the request]`."""
+        if kwargs.get("slot_mapping") is None:
+            raise ArgumentError("slot_mapping is missing")
+        return checked_slots(kwargs["slot_mapping"])
+
+    def cached_tokens(self, kwargs: Mapping[str, Any]) -> int:
+        """`vllm_cached_tokens`: tokens below it are the engine's own and are not written on load."""
+        value = kwargs.get("vllm_cached_tokens")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise SkipPrefixError(f"vllm_cached_tokens must be an int >= 0, got {value!r}")
+        return value or 0
+
+    # ------------------------------------------------------------------------------------------ the move
+
+    def run(
+        self,
+        operation: str,
+        plan: TransferPlan,
+        objects: Sequence[MemoryObj] = (),
+        *,
+        backend: Operations | None = None,
+        staged: bool = True,
+        staging_tokens: int | None = None,
+    ) -> Transfer:
+        """Hand a checked plan to the backend; `operation` is "gather" or "scatter". Returns the transfer's handle.
+
+        Goes through a staging buffer of `staging_tokens` (default: the longest chunk) where `use_gpu` asks for one
+        and the backend does not bring its own; `staged=False` for what is in a buffer already. `objects` keep a reference
+        until their copies are done.
+        """
+        backend = backend or get_backend(device=plan.cache.device)
+        for obj in objects:
+            obj.ref_count_up()
+        handle: Transfer | None = None
+        try:
+            if self.use_gpu and staged and plan.num_tokens and not backend.stages:
+                handle = self._run_staged(getattr(backend, operation), operation, plan, staging_tokens)
+            else:
+                handle = getattr(backend, operation)(plan)
+        finally:
+            with self._lock:
+                self._in_flight.append((handle or Transfer(), list(objects)))
+            self.reap()
+        return handle
+
+    def reap(self) -> None:
+        """Release the objects whose copies are done."""
+        with self._lock:
+            done = [entry for entry in self._in_flight if entry[0].done()]
+            self._in_flight = [entry for entry in self._in_flight if entry not in done]
+        for _, objects in done:
+            for obj in objects:
+                obj.ref_count_down()
+
+    def _run_staged(self, move: Callable[..., Any], operation: str, plan: TransferPlan, tokens: int | None) -> Any:
+        """Copy between objects and one device buffer, move between buffer and cache; part by part."""
+        check_slots(plan, duplicates=operation == "scatter")
+        first = plan.spans[0].chunk
+        kv, layers, _, heads, head = first.shape
+        longest = max(span.end - span.start for span in plan.spans)
+        shape = (kv, layers, min(tokens or longest, longest), heads, head)
+        with self.buffers.borrow(shape, first.dtype, plan.cache.device) as buffer:
+            for part, home, stage in parts(plan, buffer):
+                stage.copy_(home)  # when gathering: rows of skipped tokens come back as they were
+                handle = move(part)
+                handle.synchronize()  # the next part uses the same buffer
+                if operation == "gather":
+                    home.copy_(stage)
+        return handle
+
+
+def parts(plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[TransferPlan, torch.Tensor, torch.Tensor]]:
+    """Cut a plan into parts that run through `buffer` `[TWO, NL, tokens, NH, HS]` on the cache's device.
+
+    Yields `(part, home, stage)`: `part` moves between the cache and `stage`; `home` is the same rows of the caller's
+    chunk. The caller copies between the two.
+    """
+    tokens = buffer.shape[2]
+    for span in plan.spans:
+        for start in range(span.start, span.end, tokens):
+            end = min(start + tokens, span.end)
+            stage = buffer[:, :, : end - start]
+            home = span.chunk[:, :, start - span.start : end - span.start]
+            yield replace(plan, spans=(ChunkSpan(stage, start, end),)), home, stage
+
+
+class PagedConnector(ConnectorBase):
+    """Common construction of the connectors over one `PagedKVCache`, whose layers are all alike.
+
+    hidden_dim_size: D = NH*HS elements. num_layers: NL. use_gpu: go through a device staging buffer.
+    chunk_size: tokens that buffer holds. dtype: of the KV cache, checked when given. device: of the buffer; the move
+    itself runs where the KV cache is. use_mla: one plane a layer. layout_hints: see `lmcache_ref.discovery.HINTS`.
+    """
+
+    fmt: MemoryFormat
 
     def __init__(
         self,
@@ -61,6 +187,7 @@ class PagedConnector(GPUConnectorInterface):
         use_mla: bool = False,
         layout_hints: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         self.hidden_dim_size = positive_int("hidden_dim_size", hidden_dim_size)
         self.num_layers = positive_int("num_layers", num_layers)
         self.chunk_size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
@@ -69,16 +196,8 @@ class PagedConnector(GPUConnectorInterface):
         self.dtype = dtype
         self.device = None if device is None else torch.device(device)
         self.kv_size = 1 if use_mla else 2
-        stated = {
-            "num_layers": num_layers,
-            "hidden_dim_size": hidden_dim_size,
-            "dtype": dtype,
-            "use_mla": self.use_mla,
-        }
+        stated = {"num_layers": num_layers, "hidden_dim_size": hidden_dim_size, "dtype": dtype, "use_mla": self.use_mla}
         self.layout_hints = merged_hints(layout_hints, stated)
-        self._leaves: tuple[torch.Tensor, ...] = ()
-        self._kvcaches: Any = None
-        self._cache: PagedKVCache | None = None
 
     @classmethod
     def from_metadata(
@@ -104,143 +223,12 @@ class PagedConnector(GPUConnectorInterface):
             **options,
         )
 
-    def require(self, **options: Any) -> None:
-        """ArgumentError naming the first constructor argument that `use_gpu=True` needs and is None."""
-        for name, value in options.items():
-            if value is None:
+    def require(self, *names: str) -> None:
+        """ArgumentError naming the first constructor argument that `use_gpu=True` needs and was not given."""
+        for name in names:
+            if self.use_gpu and getattr(self, name) is None:
                 raise ArgumentError(f"use_gpu=True needs {name}")
 
-    # ------------------------------------------------------------------------------------------ the engine's side
-
-    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
-        """Take `kvcaches` if given and find its planes. Raises LayoutError as `discover` does."""
-        kvcaches = kwargs.get("kvcaches")
-        if kvcaches is not None:
-            self._take(kvcaches)
-
-    def _take(self, kvcaches: Any) -> PagedKVCache:
-        leaves = tuple(flatten(kvcaches)[0])
-        known = len(leaves) == len(self._leaves) and all(a is b for a, b in zip(leaves, self._leaves, strict=True))
-        if self._cache is None or not known or kvcaches is not self._kvcaches:
-            self._cache = PagedKVCache.from_engine(kvcaches, self.engine, self.layout_hints)
-            self._leaves, self._kvcaches = leaves, kvcaches
-        return self._cache
-
-    def kv_cache(self, kwargs: Mapping[str, Any]) -> PagedKVCache:
-        """The planes of `kwargs["kvcaches"]`, or of the newest list given before; ArgumentError when there is none."""
-        kvcaches = kwargs.get("kvcaches")
-        if kvcaches is not None:
-            return self._take(kvcaches)
-        if self._cache is None:
-            raise ArgumentError("kvcaches is missing, and none was given before")
-        return self._cache
-
-    @staticmethod
-    def slot_mapping(kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """`kwargs["slot_mapping"]` as int64 `[tokens of the request]`."""
-        if kwargs.get("slot_mapping") is None:
-            raise ArgumentError("slot_mapping is missing")
-        return checked_slots(kwargs["slot_mapping"])
-
-    # ------------------------------------------------------------------------------------------ the objects' side
-
-    @staticmethod
-    def cached_tokens(kwargs: Mapping[str, Any]) -> int:
-        """`vllm_cached_tokens`: tokens below it are the engine's own and are not written on load."""
-        value = kwargs.get("vllm_cached_tokens")
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise SkipPrefixError(f"vllm_cached_tokens must be an int >= 0, got {value!r}")
-        return value or 0
-
-    # ------------------------------------------------------------------------------------------ the move
-
-    def run(self, operation: str, plan: TransferPlan) -> Any:
-        """Hand a checked plan to the backend, through the staging buffer where one is asked for and the backend
-        does not bring its own. `operation` is "gather" or "scatter". Returns the transfer's handle."""
-        backend = get_backend(device=plan.cache.device)
-        move = getattr(backend, operation)
-        if not self.use_gpu or backend.stages or not plan.num_tokens:
-            return move(plan)
-        check_slots(plan, duplicates=operation == "scatter")
-        handle = None
-        for part, home, stage in staged(plan, self.chunk_size or max(s.end - s.start for s in plan.spans)):
-            if operation == "scatter":
-                stage.copy_(home)
-                handle = move(part)
-                handle.synchronize()  # the buffer is used again by the next part
-            else:
-                stage.copy_(home)  # rows of skipped tokens come back as they were
-                handle = move(part)
-                handle.synchronize()
-                home.copy_(stage)
-        return handle
-
-
-def staged(plan: TransferPlan, tokens: int) -> Iterator[tuple[TransferPlan, torch.Tensor, torch.Tensor]]:
-    """Cut a plan into parts of at most `tokens` tokens that run through one device buffer.
-
-    Yields `(part, home, stage)`: `part` moves between the cache and `stage` `[TWO, NL, t, NH, HS]` on the cache's
-    device; `home` is the same rows of the caller's chunk. The caller copies between the two.
-    """
-    first = plan.spans[0].chunk
-    kv, layers, _, heads, head = first.shape
-    buffer = torch.empty((kv, layers, tokens, heads, head), dtype=first.dtype, device=plan.cache.device)
-    for span in plan.spans:
-        for start in range(span.start, span.end, tokens):
-            end = min(start + tokens, span.end)
-            stage = buffer[:, :, : end - start]
-            home = span.chunk[:, :, start - span.start : end - span.start]
-            yield replace(plan, spans=(ChunkSpan(stage, start, end),)), home, stage
-
-
-def check_batch(objects: Sequence[Any], starts: Sequence[int], ends: Sequence[int], num_slots: int) -> None:
-    """Lengths agree, every `[start, end)` is a range inside the slot mapping; else ChunkError naming the chunk."""
-    for name, value in (("memory_objs", objects), ("starts", starts), ("ends", ends)):
-        if value is None or isinstance(value, (str, MemoryObj)) or not isinstance(value, Sequence):
-            raise ArgumentError(f"{name} must be a list, got {type(value).__name__}")
-    if not len(objects) == len(starts) == len(ends):
-        raise ChunkError(f"{len(objects)} memory objects, {len(starts)} starts, {len(ends)} ends: lengths differ")
-    check_spans(starts, ends, num_slots)
-
-
-def check_spans(starts: Sequence[int], ends: Sequence[int], num_slots: int) -> None:
-    """Every `[starts[i], ends[i])` is a range inside the slot mapping; else ChunkError naming the chunk."""
-    if len(starts) != len(ends):
-        raise ChunkError(f"{len(starts)} starts, {len(ends)} ends: lengths differ")
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if end < start or start < 0:
-            raise ChunkError(f"chunk {index}: [{start}, {end}) is no token range")
-        if end > num_slots:
-            raise ChunkError(f"chunk {index}: [{start}, {end}) is outside slot_mapping of {num_slots} tokens")
-
-
-def check_object(obj: Any, index: int, tokens: int, fmt: MemoryFormat, shape: torch.Size, *, loading: bool) -> None:
-    """The object holds a tensor of `shape`; when loading also in format `fmt`. Else ChunkError naming the object."""
-    name = f"memory_objs[{index}]"
-    if not isinstance(obj, MemoryObj) or obj.tensor is None:
-        raise ChunkError(f"{name} has no tensor ({type(obj).__name__})")
-    if loading and obj.metadata.fmt != fmt:
-        raise ChunkError(f"{name} is {obj.metadata.fmt.name}, this connector loads {fmt.name}")
-    if obj.tensor.shape != shape:
-        raise ChunkError(
-            f"{name} has shape {tuple(obj.tensor.shape)}; {tokens} tokens of {fmt.name} are {tuple(shape)}"
-        )
-
-
-def merged_hints(hints: Mapping[str, Any] | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """`hints` with what the connector itself knows; LayoutError when the two contradict."""
-    merged = check_hints(hints or {})
-    for key, value in stated.items():
-        if value is None:
-            continue
-        if key in merged and merged[key] != value:
-            raise LayoutError(f"layout_hints[{key!r}] is {merged[key]}, the connector was given {value}")
-        merged[key] = value
-    return merged
-
-
-def positive_int(name: str, value: Any) -> int:
-    """`value`, or ArgumentError naming the argument."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} must be a positive int, got {value!r}")
-    return value
+    def read_engine(self, kvcaches: Any) -> PagedKVCache:
+        """One row of the table for all layers. Raises LayoutError as `discover` does."""
+        return PagedKVCache.from_engine(kvcaches, self.engine, self.layout_hints)
