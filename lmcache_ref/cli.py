@@ -1,0 +1,336 @@
+"""The command line, `lmcache-ref`: layouts, verify, demo, bench, doctor.
+
+Only this file and `picture_rich.py` need typer and rich, the extra `cli`. It parses, calls and shows; what is shown is
+computed in `picture`, `conformance`, `demo`, `bench` and `doctor`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from .backends import AUTO, explain_backends, get_backend, requested_backend
+from .doctor import examine, list_devices
+from .errors import ArgumentError, BackendError, LMCacheRefError
+from .layouts import KV_LAYOUTS, LAYOUTS, Layout, find_layout
+from .picture import Picture, svg
+
+OK, FAILED, USAGE = 0, 1, 2
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text
+
+    from .picture_rich import render
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("typer", "rich"):
+        raise
+    _missing: str | None = error.name
+else:
+    _missing = None
+    # How an option reads on the command line, said once. Commands are registered in `application`.
+    AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+    Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="Backend; may be repeated.")]
+    LayoutNames = Annotated[list[str] | None, typer.Option("--layout", "-l", help="Layout; may be repeated.")]
+    Device = Annotated[str, typer.Option("--device", help="Where the KV cache lies, such as cpu or cuda:0.")]
+    OneName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A layout; without it, the whole table.")]
+    SvgFile = Annotated[Path | None, typer.Option("--svg", help="Also write the picture of NAME to this file.")]
+    CaseId = Annotated[str | None, typer.Option("--case", help="Run this one case, as a failure printed it.")]
+    Connector = Annotated[str, typer.Option("--connector", help="Which connector carries the cache.")]
+    OneBackend = Annotated[str | None, typer.Option("--backend", "-b", help="Backend; by default LMCACHE_BACKEND.")]
+    Seed = Annotated[int, typer.Option("--seed", help="Of weights, prompt and slots.")]
+    Upstream = Annotated[Path | None, typer.Option("--upstream", help="An LMCache checkout to compare with.")]
+    Quick = Annotated[bool, typer.Option("--quick", help="Few sizes, few repetitions.")]
+
+
+def main() -> None:
+    """The console script `lmcache-ref`. Exits with 2 and says what to install when typer or rich is missing."""
+    if _missing:
+        print(f"lmcache-ref needs {_missing}; install the extra: pip install 'lmcache-ref[cli]'", file=sys.stderr)
+        raise SystemExit(USAGE)
+    application()()
+
+
+def application() -> typer.Typer:
+    """The commands, each with its errors turned into one line and exit code 2."""
+    app = typer.Typer(
+        name="lmcache-ref",
+        help="Look at KV cache layouts, check and time the backends that move them.",
+        epilog="Exit codes: 0 all is well, 1 something checked is wrong, 2 the command could not be run as given.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for command in (layouts, verify, demo, bench, doctor):
+        app.command()(_clean(command))
+    return app
+
+
+def _clean(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose expected errors are one message on stderr (with --json also a document) and exit code 2."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except (LMCacheRefError, ImportError, OSError) as error:
+            kind = type(error).__name__
+            Console(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), str(error)), soft_wrap=True)
+            if options.get("as_json"):
+                _print_json({"error": {"kind": kind, "message": str(error)}})
+            raise typer.Exit(USAGE) from None
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def layouts(name: OneName = None, svg_file: SvgFile = None, as_json: AsJson = False) -> None:
+    """The layout table, or one layout as a picture of memory.
+
+    Exit codes: 0; 2 for an unknown layout or a file that cannot be written.
+    """
+    if name is None:
+        if svg_file:
+            raise ArgumentError(f"--svg {svg_file}: needs the NAME of a layout; known: {', '.join(LAYOUTS)}")
+        rows = [_facts(row) for row in LAYOUTS.values()]
+        return _print_json(rows) if as_json else _screen().print(_table(f"{len(rows)} layouts", rows))
+    row = find_layout(name)
+    picture = Picture.of_example(row)
+    if svg_file:
+        svg_file.write_text(svg(picture), encoding="utf-8")
+    if as_json:
+        cells = [{**cell._asdict(), "label": picture.label(cell)} for cell in picture.cells]
+        return _print_json(
+            {**_facts(row), "tensors": picture.tensors, "cell_bytes": picture.cell_bytes, "cells": cells}
+        )
+    screen = _screen()
+    for key, value in _facts(row).items():
+        screen.print(Text.assemble((f"{key:<18}", "bold"), _text(value)))
+    for line in render(picture, screen.width):
+        screen.print(line)
+    if svg_file:
+        screen.print(Text(f"\nwritten to {svg_file}"))
+
+
+def _facts(row: Layout) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "pattern": row.pattern,
+        "nesting": list(row.nesting),
+        "engines": [engine.value for engine in row.engines],
+        "upstream_id": row.upstream_id,
+        "kv_planes": 1 if row.is_mla else 2,
+        "kv_layout": [order for order in KV_LAYOUTS if row.stands_in(order)],
+        "logical_order_of": [engine.value for engine in row.logical_in],
+    }
+
+
+# ------------------------------------------------------------------------------------------------ verify and demo
+
+
+def verify(
+    backend: Backends = None,
+    layout: LayoutNames = None,
+    case: CaseId = None,
+    device: Device = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Check backends against the contract, bit for bit. Default: every backend that can run on the device.
+
+    Exit codes: 0 no violation; 1 a violation; 2 an unknown name, or a backend that cannot run here.
+    """
+    from . import conformance
+
+    _check_device(device)
+    backends = _usable_backends(backend, device)
+    wanted = [find_layout(name).name for name in layout or ()]
+    cases = [conformance.Case.parse(case)] if case else conformance.all_cases()
+    cases = [one for one in cases if not wanted or one.layout in wanted]
+    if not cases:
+        raise ArgumentError(f"--case {case} is not of --layout {', '.join(wanted)}: nothing to run")
+    results = []
+    with _progress("verify", len(cases) * len(backends)) as advance:
+        for result in conformance.run(backends, cases, device=device):
+            results.append(result)
+            advance()
+    good = len(results) == len(cases) * len(backends) and all(result.ok for result in results)
+    if as_json:
+        listed = [{**dataclasses.asdict(result), "case": str(result.case)} for result in results]
+        _print_json({"ok": good, "device": device, "backends": backends, "cases": len(cases), "results": listed})
+    else:
+        _show_verdicts(results)
+    raise typer.Exit(OK if good else FAILED)
+
+
+def _show_verdicts(results: Sequence[Any]) -> None:
+    screen = _screen()
+    for result in results:
+        if not result.ok:
+            screen.print(Text.assemble(("FAILED ", "bold red"), f"{result.case} on {result.backend}\n{result.error}\n"))
+    rows: dict[Any, dict[str, Any]] = {}
+    for result in results:
+        key = {"backend": result.backend, "direction": result.case.direction}
+        row = rows.setdefault(tuple(key.values()), {**key, "passed": 0, "failed": 0, "seconds": 0.0})
+        row["passed" if result.ok else "failed"] += 1
+        row["seconds"] += result.seconds
+    screen.print(_table("conformance", list(rows.values())))
+
+
+def demo(
+    layout: LayoutNames = None,
+    connector: Connector = "VLLMPagedMemGPUConnectorV2",
+    backend: OneBackend = None,
+    device: Device = "cpu",
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Store a small model's KV cache, wipe it, load it elsewhere, go on decoding: in every layout, compared bit for bit.
+
+    Exit codes: 0 all as it should be; 1 anything off, or nothing shown; 2 an unknown name, or no transformers.
+    """
+    from .demo import run_demo
+
+    _check_device(device)
+    with _progress("demo", len(layout or LAYOUTS)) as advance:
+        results = run_demo(layout, connector, backend, device, lambda *_: advance(), seed)
+    shown = [result for result in results if not result.skipped]
+    good = bool(shown) and all(result.ok for result in shown)
+    if as_json:
+        _print_json({"ok": good, "results": [dataclasses.asdict(result) for result in results]})
+    else:
+        title = f"demo: {connector}, by {results[0].backend}"
+        _screen().print(_table(title, [_demo_row(result) for result in results]))
+    raise typer.Exit(OK if good else FAILED)
+
+
+def _demo_row(result: Any) -> dict[str, Any]:
+    if result.skipped:
+        return {"layout": result.layout, "ok": "skipped", "remark": result.note}
+    same_in_all = ("connector", "backend", "skipped", "error", "note")
+    row = {key: value for key, value in dataclasses.asdict(result).items() if key not in same_in_all}
+    return {**row, "remark": result.error or result.note}
+
+
+# ------------------------------------------------------------------------------------------------ bench and doctor
+
+
+def bench(backend: Backends = None, upstream: Upstream = None, quick: Quick = False, as_json: AsJson = False) -> None:
+    """Time the backends: bytes moved a second, and upstream's own kernels beside them with --upstream.
+
+    Exit codes: 0 measured; 2 an unknown name, or a backend that cannot run here.
+    """
+    from .bench import run_bench
+
+    with _progress("bench", None) as advance:
+        rows = [dataclasses.asdict(row) for row in run_bench(backend, upstream, quick, lambda *_: advance())]
+    if as_json:
+        return _print_json(rows)
+    _screen().print(_table("bench", rows))
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Versions, devices, LMCACHE_* variables, and which backend would run on each kind of device, and why no other.
+
+    Exit codes: 0 the requested backend can run here; 1 it cannot.
+    """
+    report = examine()
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+    else:
+        screen = _screen()
+        versions = [{"package": name, "version": version} for name, version in report.versions.items()]
+        screen.print(_table("versions; - is not installed", versions))
+        screen.print(_table("devices", report.devices))
+        variables = [{"variable": name, "value": value} for name, value in report.environment.items()]
+        screen.print(_table("environment", variables or [{"variable": "no LMCACHE_* is set"}]))
+        rows = []
+        for choice in report.choices:
+            rows.append(
+                {"device": choice.device_type, "backend": choice.chosen or "none", "": choice.problem or "chosen"}
+            )
+            rows += [{"device": "", "backend": name, "": why} for name, why in choice.passed_over.items()]
+        screen.print(_table(f"backends; requested: {report.requested}", rows))
+        verdict = ("the requested backend can run", "green") if report.ok else ("it cannot run here", "bold red")
+        screen.print(Text(*verdict))
+    raise typer.Exit(OK if report.ok else FAILED)
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _check_device(device: str) -> None:
+    devices = list_devices()
+    known = dict.fromkeys(name for d in devices for name in (d["type"], f"{d['type']}:{d.get('index', 0)}"))
+    if device not in known:
+        raise ArgumentError(f"--device {device!r} is not here; known: {', '.join(known)}")
+
+
+def _usable_backends(names: list[str] | None, device: str) -> list[str]:
+    """The named backends, else the requested one, else all that can run; BackendError when one cannot serve `device`."""
+    reasons = {backend.name: why for backend, why in explain_backends(device)}
+    if not names:
+        requested = requested_backend()
+        names = [name for name, why in reasons.items() if why is None] if requested == AUTO else [requested]
+    names = list(dict.fromkeys(get_backend(name, device).name for name in names))
+    for name in names:
+        if reasons[name]:
+            raise BackendError(f"backend {name!r} {reasons[name]}")
+    return names
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def _screen() -> Console:
+    """stdout; a pipe or a file gets a fixed width in which the tables fit."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+@contextmanager
+def _progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that goes away when done; yields what moves it on by one. Nothing is shown in a pipe."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _text(value: Any) -> Text:
+    """A value as text that rich does not read as markup."""
+    if isinstance(value, bool):
+        return Text("yes", "green") if value else Text("no", "bold red")
+    if isinstance(value, float):
+        return Text(f"{value:.4g}")
+    if isinstance(value, (list, tuple)):
+        return Text(" ".join(map(str, value)) or "-")
+    return Text("-" if value in (None, "") else str(value))
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """One column for each key of any row."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=Text(title, "bold"), title_justify="left", header_style="bold")
+    for key in keys:
+        number = all(type(row.get(key)) in (int, float, type(None)) for row in rows)
+        table.add_column(Text(key.replace("_", " ")), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row.get(key)) for key in keys))
+    return table
+
+
+if __name__ == "__main__":
+    main()
