@@ -121,11 +121,13 @@ def reference_scatter(plan: TransferPlan) -> Transfer:
     return Transfer()
 
 
-def tokens_to_move(plan: TransferPlan, span: ChunkSpan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens_to_move(plan: TransferPlan, span: ChunkSpan) -> tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor]:
     """The tokens that move: their rows in the chunk, and the block and the offset in it of each one's slot."""
     slot = plan.slots[span.start : span.end].cpu()
     moves = slot >= 0
     moves[: max(0, plan.skip_prefix_n_tokens - span.start)] = False
-    token = moves.nonzero().squeeze(1)
-    block, offset = slot[token] // plan.cache.block_size, slot[token] % plan.cache.block_size
-    return token.to(span.chunk.device), block.to(plan.cache.device), offset.to(plan.cache.device)
+    token: torch.Tensor | slice = moves.nonzero().squeeze(1).to(span.chunk.device)
+    if bool(moves.all()):
+        token = slice(None)  # the same rows, without a copy of them
+    block, offset = slot[moves] // plan.cache.block_size, slot[moves] % plan.cache.block_size
+    return token, block.to(plan.cache.device), offset.to(plan.cache.device)
