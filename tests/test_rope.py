@@ -496,7 +496,7 @@ def test_the_whole_buffer_comparison_sees_a_neighbour():
 
 @pytest.mark.parametrize("shape", ((0, 2, 16), (3, 0, 16)))
 def test_nothing_to_move(shape):
-    keys = torch.zeros(shape)
+    keys = torch.zeros(()).expand(shape)  # stride 0 overlaps nothing where there is nothing
     positions = torch.arange(shape[0])
     rerotate(keys, positions, positions + 1, RotarySpec(rotary_table(8, 16)))
     assert keys.shape == shape
@@ -660,6 +660,11 @@ HUGGING_FACE_TABLES = {
     ),
     "Llama 3.2": (64, {**LLAMA3, "rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 8192}),
     "llama3, short context": (64, {**LLAMA3, "rope_theta": 10000.0}),
+    "llama3, uneven": (256, {**LLAMA3, "rope_theta": 10000.0, "factor": 11.3, "low_freq_factor": 1.3}),
+    "YaRN, long context": (64, {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 131072}),
+    "YaRN, tiny context": (64, {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 128}),
+    "YaRN, no ramp": (64, {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 6}),
+    "YaRN, shrunk": (64, {**YARN, "rope_theta": 10000.0, "factor": 0.5}),
     "YaRN": (128, {**YARN, "rope_theta": 1000000.0, "original_max_position_embeddings": 32768}),
     "YaRN, short context": (64, {**YARN, "rope_theta": 10000.0}),
     "YaRN, attention factor": (64, {**YARN, "rope_theta": 10000.0, "attention_factor": 0.7}),
