@@ -68,11 +68,9 @@ def run_uninterrupted(seed: int, device: torch.device) -> Uninterrupted:
 
     Raises RuntimeError when the same cache does not give the same logits twice: then nothing can be compared.
     """
-    from transformers import DynamicCache
-
     model = build_model(seed, device)
     prompt = torch.randint(VOCABULARY, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed)).to(device)
-    cache = DynamicCache()
+    cache = cache_of([])
     first_token = forward(model, prompt, cache).argmax().view(1, 1)
     rows = rows_of(cache)
     logits = list(decode(model, cache, first_token))
