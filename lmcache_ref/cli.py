@@ -104,7 +104,9 @@ def layouts(name: OneName = None, svg_file: SvgFile = None, as_json: AsJson = Fa
         if svg_file:
             raise ArgumentError(f"--svg {svg_file}: needs the NAME of a layout; known: {', '.join(LAYOUTS)}")
         rows = [_facts(row) for row in LAYOUTS.values()]
-        return _print_json(rows) if as_json else _screen().print(_table(f"{len(rows)} layouts", rows))
+        if as_json:
+            return _print_json(rows)
+        return _screen().print(_table(f"{len(rows)} layouts", [_in_words(row) for row in rows]))
     row = find_layout(name)
     picture = Picture.of_example(row)
     if svg_file:
@@ -115,7 +117,7 @@ def layouts(name: OneName = None, svg_file: SvgFile = None, as_json: AsJson = Fa
             {**_facts(row), "tensors": picture.tensors, "cell_bytes": picture.cell_bytes, "cells": cells}
         )
     screen = _screen()
-    for key, value in _facts(row).items():
+    for key, value in _in_words(_facts(row)).items():
         screen.print(Text.assemble((f"{key:<18}", "bold"), _text(value)))
     for line in render(picture, screen.width):
         screen.print(line)
@@ -134,6 +136,10 @@ def _facts(row: Layout) -> dict[str, Any]:
         "kv_layout": [order for order in KV_LAYOUTS if row.stands_in(order)],
         "logical_order_of": [engine.value for engine in row.logical_in],
     }
+
+
+def _in_words(facts: dict[str, Any]) -> dict[str, Any]:
+    return {**facts, "kv_layout": "any"} if facts["kv_layout"] == list(KV_LAYOUTS) else facts
 
 
 # ------------------------------------------------------------------------------------------------ verify and demo

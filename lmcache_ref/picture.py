@@ -288,8 +288,7 @@ def svg(picture: Picture) -> str:
     page = ElementTree.SubElement(root, "rect", {"class": "page", "width": "100%", "height": "100%"})
     _write(root, MARGIN, 46, picture.title, "title")
     _write(root, MARGIN, 70, picture.subtitle, "code")
-    y = 92 + _legend(root, picture, 92)
-    width = 0
+    width, y = _legend(root, picture, 92)
     for tensor, name in enumerate(picture.tensors):
         right, y = _panel(root, picture, tensor, name, y + 36)
         width = max(width, right)
@@ -335,9 +334,10 @@ def _group(
 ) -> int:
     """Cells in a row under a bracket that says what they share; returns the right edge."""
     left, top = x, y + GROUP_HEIGHT
+    one_layer = len({cell.layer for cell in group}) == 1
     for cell, step in zip(group, picture.steps(group), strict=True):
         x += STEP_GAP * step
-        _cell(root, picture, cell, x, top)
+        _cell(root, picture, cell, x, top, "" if one_layer else f" L{cell.layer}")
         x += CELL_WIDTH
     what = picture.shared(group, among)
     if what and len(group) > 1:
@@ -346,7 +346,7 @@ def _group(
     return x
 
 
-def _cell(root: ElementTree.Element, picture: Picture, cell: Cell, x: int, y: int) -> None:
+def _cell(root: ElementTree.Element, picture: Picture, cell: Cell, x: int, y: int, layer: str) -> None:
     fill, ink = colour(picture, cell)
     group = ElementTree.SubElement(root, "g", {"class": "cell"})
     place = ", ".join(f"{name} {value}" for name, value in picture.coordinates(cell).items() if name != "kv")
@@ -355,12 +355,12 @@ def _cell(root: ElementTree.Element, picture: Picture, cell: Cell, x: int, y: in
     box = {"x": x, "y": y, "width": CELL_WIDTH, "height": CELL_HEIGHT, "rx": 4, "fill": fill}
     ElementTree.SubElement(group, "rect", {key: str(value) for key, value in box.items()})
     kv, _, which = picture.label(cell).partition(" ")
-    for text, dy, kind in ((kv, 17, "what"), (which, 32, "which")):
+    for text, dy, kind in ((kv + layer, 17, "what"), (which, 32, "which")):
         _write(group, x + CELL_WIDTH // 2, y + dy, text, kind).set("style", f"fill: {ink}")
 
 
-def _legend(root: ElementTree.Element, picture: Picture, y: int) -> int:
-    """A strip of the tokens' shades for each of K and V and each head; returns the height."""
+def _legend(root: ElementTree.Element, picture: Picture, y: int) -> tuple[int, int]:
+    """A strip of the tokens' shades for each of K and V and each head; returns its right and lower edge."""
     x = MARGIN
     kinds = sorted({(cell.kv, cell.head) for cell in picture.cells})
     for kv, head in kinds:
@@ -372,7 +372,7 @@ def _legend(root: ElementTree.Element, picture: Picture, y: int) -> int:
         text = f"{name}, t0 to t{max(strip)}"
         _write(root, x + 12 * len(strip) + 8, y + 12, text, "note")
         x += 12 * len(strip) + 8 + round(6.6 * len(text)) + 26
-    return 14
+    return x - 26, y + 14
 
 
 def _write(root: ElementTree.Element, x: int, y: int, text: str, kind: str) -> ElementTree.Element:

@@ -20,8 +20,11 @@ def render(picture: Picture, width: int) -> Iterator[Text]:
     yield Text(f"\n{picture.subtitle}", "bold")
     for tensor, name in enumerate(picture.tensors):
         cells = picture.of_tensor(tensor)
-        yield Text.assemble((f"\n{name}  ", "bold"), (picture.shared(cells, picture.cells), "dim"))
-        for line in picture.lines(cells, most):
+        what = picture.shared(cells, picture.cells)
+        yield Text.assemble((f"\n{name}", "bold"), (f"  {what}" if what else "", "dim"))
+        # a label names no layer, so a line holds one
+        cuts = (picture.lines(cells, at_most) for at_most in range(most, 0, -1))
+        for line in next(lines for lines in cuts if all(len({cell.layer for cell in line}) == 1 for line in lines)):
             offset = f"+{line[0].offset_bytes} B"
             text = Text.assemble((f"{offset:>8}  ", "dim"))
             for cell, step in zip(line, picture.steps(line), strict=True):
