@@ -1,0 +1,136 @@
+// What: the one address model of the move between paged memory and chunks, shared word for word by the CUDA build
+//   (NVRTC, nvcc) and the host build. It knows base addresses and byte strides; no layout has a name here.
+// Mapping: a batch is cut into items. An item is up to `tile_tokens` tokens of one (chunk, kv, layer); its rows are
+//   (token, piece) pairs, and a row is `piece_bytes` contiguous bytes on both sides. Heads that are contiguous in the
+//   plane make one piece a token, others one piece a head. Who takes which item and which bytes of a row: transfer.cu, host.cpp.
+// Why it is fast: a division finds the item, then a tile of rows follows by multiply-add; one batch, however many
+//   chunks, layers and ragged ends, is one numbering of items, so one launch.
+// Bytes moved: none here.
+#pragma once
+
+#ifdef __CUDACC__
+#define LMC_SHARED __host__ __device__ __forceinline__
+#else
+#define LMC_SHARED static inline
+#endif
+
+typedef long long i64;
+typedef unsigned long long u64;
+
+// A plane `[NB, BS, NH, HS]` of the engine's memory; HS has stride 1.
+struct Plane {
+    u64 address;
+    i64 block_stride_bytes;
+    i64 slot_stride_bytes;
+    i64 head_stride_bytes;
+};
+
+// A chunk `[TWO, NL, T, NH*HS]` from its first moved token on; a token's heads are contiguous.
+struct Chunk {
+    u64 address;
+    i64 kv_stride_bytes;
+    i64 layer_stride_bytes;
+    i64 token_stride_bytes;
+    i64 first_token;  // the request's token in row 0: where its slot stands
+    i64 num_tokens;
+    i64 first_tile;  // tiles of the chunks before it
+};
+
+// One batch. Eight bytes a field, so that Python, C++ and CUDA agree on the layout without padding.
+struct Move {
+    const Plane* planes;       // [num_layers, kv_size]
+    const Chunk* chunks;       // [num_chunks]
+    const i64* ids;            // [tokens of the request / tokens_per_id]: slots, or block ids
+    u64* bad_token;            // smallest token whose id is out of range; all ones while there is none
+    i64 num_chunks;
+    i64 num_tiles;             // of all chunks
+    i64 num_layers;
+    i64 kv_size;
+    i64 num_ids;               // ids run from 0 up to here: NB*BS, or NB for block ids
+    i64 tokens_per_id;         // 1: ids are slots; more: ids are blocks of so many tokens
+    i64 block_size;            // BS
+    i64 block_shift;           // log2(BS) where BS is a power of two, else -1
+    i64 pieces_per_token;      // 1, or NH where the heads of a slot are apart
+    i64 piece_bytes;
+    i64 tile_tokens;
+    i64 lanes_per_row;         // device: neighbouring threads that share a row, a power of two up to 32
+};
+
+struct Item {
+    const Plane* plane;
+    u64 chunk_address;         // row 0 of the tile
+    i64 token_stride_bytes;
+    i64 first_token;
+    i64 num_tokens;
+};
+
+struct Row {
+    u64 plane_address;
+    u64 chunk_address;
+    bool moves;
+};
+
+enum : i64 { kNegativeId = -1, kBadId = -2 };
+
+LMC_SHARED i64 num_items(const Move& move) { return move.num_tiles * move.num_layers * move.kv_size; }
+
+// The chunk that holds a tile: the last one whose first tile is not after it.
+LMC_SHARED const Chunk* chunk_of_tile(const Move& move, i64 tile) {
+    i64 low = 0, high = move.num_chunks;
+    while (high - low > 1) {
+        i64 middle = (low + high) / 2;
+        if (move.chunks[middle].first_tile <= tile) low = middle; else high = middle;
+    }
+    return move.chunks + low;
+}
+
+// Items are numbered in the order of a chunk's memory: chunk, kv, layer, tile. Empty chunks hold no item.
+LMC_SHARED Item item_at(const Move& move, i64 index) {
+    const i64 planes = move.num_layers * move.kv_size;
+    const Chunk& chunk = *chunk_of_tile(move, index / planes);
+    const i64 inside = index - chunk.first_tile * planes;
+    const i64 tiles = (chunk.num_tokens + move.tile_tokens - 1) / move.tile_tokens;
+    const i64 plane = inside / tiles, tile = inside - plane * tiles;
+    const i64 kv = plane / move.num_layers, layer = plane - kv * move.num_layers;
+    const i64 row = tile * move.tile_tokens, left = chunk.num_tokens - row;
+    Item item;
+    item.plane = move.planes + layer * move.kv_size + kv;
+    item.chunk_address = chunk.address + kv * chunk.kv_stride_bytes + layer * chunk.layer_stride_bytes
+                       + row * chunk.token_stride_bytes;
+    item.token_stride_bytes = chunk.token_stride_bytes;
+    item.first_token = chunk.first_token + row;
+    item.num_tokens = left < move.tile_tokens ? left : move.tile_tokens;
+    return item;
+}
+
+// The slot of a token, kNegativeId (skip it) or kBadId (skip it and say so). The id is judged before it is multiplied.
+LMC_SHARED i64 slot_of(const Move& move, i64 token) {
+    const bool whole_blocks = move.tokens_per_id > 1;
+    const i64 index = whole_blocks ? token / move.tokens_per_id : token;
+    const i64 id = move.ids[index];
+    if (id < 0) return kNegativeId;
+    if (id >= move.num_ids) return kBadId;
+    return whole_blocks ? id * move.tokens_per_id + (token - index * move.tokens_per_id) : id;
+}
+
+LMC_SHARED u64 slot_address(const Move& move, const Plane& plane, i64 slot) {
+    const i64 block = move.block_shift >= 0 ? slot >> move.block_shift : slot / move.block_size;
+    const i64 offset = slot - block * move.block_size;
+    return plane.address + block * plane.block_stride_bytes + offset * plane.slot_stride_bytes;
+}
+
+// Both ends of row `row` of an item; rows are (token, piece), the pieces of a token one after the other.
+LMC_SHARED Row row_at(const Move& move, const Item& item, i64 row, i64* bad_token) {
+    i64 token = row, piece = 0;
+    if (move.pieces_per_token > 1) {
+        token = (unsigned)row / (unsigned)move.pieces_per_token;  // within one tile
+        piece = row - token * move.pieces_per_token;
+    }
+    const i64 slot = slot_of(move, item.first_token + token);
+    *bad_token = slot == kBadId ? item.first_token + token : -1;
+    Row found;
+    found.moves = slot >= 0;
+    found.plane_address = slot_address(move, *item.plane, slot) + piece * item.plane->head_stride_bytes;
+    found.chunk_address = item.chunk_address + token * item.token_stride_bytes + piece * move.piece_bytes;
+    return found;
+}
