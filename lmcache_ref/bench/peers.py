@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..bits import is_fp8
 from ..errors import ArgumentError
 from ..kv_cache import PagedKVCache
 
@@ -23,7 +24,7 @@ _FLAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def load_fallback(path: str) -> Any:
+def load_fallback(path: str | Path) -> Any:
     """The module `lmcache/non_cuda_equivalents.py` under `path` (an unpacked wheel, or a site-packages folder).
 
     It wants numba and lmcache's device globals; where they are absent, empty stand-ins let it load (its transfer
@@ -33,7 +34,7 @@ def load_fallback(path: str) -> Any:
     file = next((candidate for candidate in files if candidate.is_file()), None)
     if file is None:
         raise ArgumentError(f"upstream: no {FALLBACK} at {path}; give the folder of an unpacked lmcache wheel")
-    stand_ins = {
+    stand_ins: dict[str, dict[str, Any]] = {
         "numba": {"njit": lambda *args, **kwargs: args[0] if args and callable(args[0]) else lambda call: call},
         "lmcache": {"torch_dev": torch.cuda, "torch_device_type": "cpu"},
     }
@@ -62,6 +63,8 @@ def upstream_move(
     flatten = _FLAT.get(cache.layout.name)
     if flatten is None:
         return None
+    if is_fp8(cache.dtype):  # its indexing has no fp8; the same bytes as uint8 are what it moves
+        tensors, chunks = ([tensor.view(torch.uint8) for tensor in group] for group in (tensors, chunks))
     flat = [flatten(tensor) for tensor in tensors]
     kv_format = module.GPUKVFormat(cache.layout.upstream_id)
     directions = {"gather": module.TransferDirection.D2H, "scatter": module.TransferDirection.H2D}

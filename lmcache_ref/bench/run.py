@@ -6,15 +6,17 @@ are plain host memory; on a device they are on the device too, so that what is t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ..backends import explain_backends, use_backend
 from ..errors import ArgumentError, ContractViolation
 from ..memory import MemoryFormat
-from ..transfer import gather, scatter
+from ..transfer import Transfer, gather, scatter
 from .measure import PeakMemory, interleaved_medians, synchronize
 from .peers import load_fallback, upstream_move
 from .shapes import CHUNK_TOKENS, SHAPES, Shape, make_cache
@@ -36,12 +38,12 @@ class BenchRow:
     gb_per_second: float
     percent_of_copy: float
     ratio_to_upstream: float | None
-    extra_mib: float | None
+    extra_mib: float
 
 
 def run_bench(
     backends: Sequence[str] | None = None,
-    upstream: str | None = None,
+    upstream: str | Path | None = None,
     quick: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
     *,
@@ -106,17 +108,14 @@ def _measure(
     target = torch.empty_like(source)
     rows = []
     for operation in ("gather", "scatter"):
-        runs: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
-        runs.update({name: (lambda move=move: move(operation)) for name, move in movers.items()})  # type: ignore[misc]
+        runs: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, source)}
+        runs.update({name: functools.partial(move, operation) for name, move in movers.items()})
         seconds = interleaved_medians(runs, device, repeats)
         for name in runs:
-            if name == COPY:
-                extra = None
-            else:
-                with PeakMemory() as memory:
-                    movers[name](operation)
-                extra = memory.peak_bytes / 2**20
-            ratio = seconds[UPSTREAM] / seconds[name] if UPSTREAM in seconds and name != UPSTREAM else None
+            with PeakMemory() as memory:
+                runs[name]()
+            extra = memory.peak_bytes / 2**20
+            ratio = seconds[UPSTREAM] / seconds[name] if UPSTREAM in seconds else None
             rows.append(
                 BenchRow(
                     shape.name, order, block_size, tokens, operation, name, nbytes / seconds[name] / 1e9,
@@ -126,7 +125,7 @@ def _measure(
     return rows
 
 
-def _ours(name: str, call: Callable[[Callable[..., object]], object]) -> Callable[[str], None]:
+def _ours(name: str, call: Callable[[Callable[..., Transfer]], object]) -> Callable[[str], None]:
     def move(operation: str) -> None:
         with use_backend(name):
             call(gather if operation == "gather" else scatter)
