@@ -108,6 +108,10 @@ class MemoryObj:
     def get_ref_count(self) -> int:
         return self.metadata.ref_count
 
+    def parent(self) -> MemoryAllocator:
+        """The allocator whose pool the object is in."""
+        return self._allocator
+
     @property
     def is_pinned(self) -> bool:
         return self.metadata.pin_count > 0
@@ -211,6 +215,9 @@ class MemoryAllocator:
     Every object starts at a multiple of `align_bytes` (a power of two, at least 16), also in memory. What was
     returned may be handed out at once: streams are the caller's business.
     """
+
+    #: the pool is page-locked in pieces of so many bytes (a power of two) from its start on; None: in one piece
+    piece_bytes: int | None = None
 
     def __init__(self, size: int, device: torch.device | str, align_bytes: int = PAGE_BYTES):
         if not isinstance(size, int) or size < 0:

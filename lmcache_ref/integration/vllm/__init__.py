@@ -1,0 +1,1 @@
+"""The ties to vLLM. Importing this package imports no vLLM."""
