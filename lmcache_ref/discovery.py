@@ -7,6 +7,7 @@ would decide. Nothing is guessed in silence, and nothing is copied: planes are v
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ import torch
 
 from .bits import same_bytes
 from .errors import ArgumentError, LayoutError, StrideError
-from .layouts import CACHE_AXES, KV_LAYOUTS, LAYOUTS, Layout, canonical_view, find_layout
+from .layouts import (
+    AXIS_LETTERS,
+    CACHE_AXES,
+    KV_LAYOUTS,
+    LAYOUTS,
+    Layout,
+    canonical_view,
+    find_layout,
+    letters_stand_in,
+)
 from .metadata import EngineType
 
 Planes = tuple[tuple[torch.Tensor, ...], ...]
@@ -104,7 +114,10 @@ def check_hints(hints: Mapping[str, Any]) -> dict[str, Any]:
         elif key == "dtype":
             if not isinstance(value, torch.dtype):
                 raise ArgumentError(f"hint dtype must be a torch.dtype, got {value!r}")
-        elif key != "use_mla" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        elif key == "use_mla":
+            if not isinstance(value, bool):
+                raise ArgumentError(f"hint use_mla must be True or False, got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f"hint {key} must be a positive int, got {value!r}")
         known[key] = value
     return known
@@ -161,7 +174,7 @@ def check_strides(tensor: torch.Tensor, name: str) -> None:
 def strides_fall(tensor: torch.Tensor) -> bool:
     """Whether memory order is shape order: strides fall from left to right, axes of size one aside."""
     strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    return all(left >= right for left, right in zip(strides, strides[1:], strict=False))
+    return all(left >= right for left, right in itertools.pairwise(strides))
 
 
 # ------------------------------------------------------------------------------------------------ the readings
@@ -192,10 +205,9 @@ def read(
     except LayoutError as why:
         yield f"{layout.name} [{layout.pattern}]: {why}"
         return
-    falling = all(strides_fall(leaf) for leaf in leaves)
-    if "layout" not in hints and not order_agrees(layout, engine, hints.get("kv_layout"), sizes, falling):
-        stated = f"kv_layout {hints['kv_layout']}" if "kv_layout" in hints else "no kv_layout (NHD)"
-        yield f"{layout.name} [{layout.pattern}]: memory order contradicts {stated if falling else 'the strides'}"
+    objection = order_objection(layout, engine, hints, leaves, sizes)
+    if objection:
+        yield f"{layout.name} [{layout.pattern}]: memory order contradicts {objection}"
         return
     yield Reading(layout, sizes, build_planes(layout, leaves, sizes))
 
@@ -204,25 +216,47 @@ def _listed(rank: int, engine: EngineType) -> bool:
     return any(engine in row.engines and row.levels and len(row.axes) == rank for row in LAYOUTS.values())
 
 
-def order_agrees(
-    layout: Layout, engine: EngineType, kv_layout: str | None, sizes: Mapping[str, int], falling: bool
-) -> bool:
-    """Whether the row may be what the engine shows.
+def order_objection(
+    layout: Layout,
+    engine: EngineType,
+    hints: Mapping[str, Any],
+    leaves: Sequence[torch.Tensor],
+    sizes: Mapping[str, int],
+) -> str | None:
+    """What the row's axis order contradicts; None when it may be what the engine shows.
 
-    Strides that do not fall: only the engine's logical order is shown like that. Strides that fall: the shape is the
-    memory order, so `kv_layout` must name it (a logical row may differ where axes of size one stand). Not stated,
-    vLLM's unfused shapes are NHD; everything else may be NHD or HND, and the sizes decide.
+    Strides that do not fall: only the engine's logical order is shown like that. Strides that fall: the shape may be
+    the memory order, which `kv_layout` names. Not stated, vLLM's unfused shapes are NHD; of the others that says
+    nothing. A logical row may differ from `kv_layout`, but not in axes longer than one that stand in memory as it has
+    them. A row given by name needs no `kv_layout`.
     """
     logical = engine in layout.logical_in
-    if not falling:
-        return logical
-    stated = (kv_layout,) if kv_layout else _unstated(layout, engine)
-    return any(layout.stands_in(order) or (logical and layout.stands_in(order, sizes)) for order in stated)
+    shown = logical or all(strides_fall(leaf) for leaf in leaves)
+    if "layout" in hints:
+        fits = shown or engine not in layout.engines
+        fits = fits or len(pairs_in_place(layout, leaves, sizes)) == math.comb(len(layout.letters(sizes)), 2)
+        return None if fits else "the strides"
+    if not shown:
+        return "the strides"
+    unstated = "NHD" if engine is EngineType.VLLM and not layout.is_fused else None
+    stated = hints.get("kv_layout", unstated)
+    if stated is None:
+        return None
+    if logical:
+        fits = all(letters_stand_in(pair, stated) for pair in pairs_in_place(layout, leaves, sizes))
+    else:
+        fits = layout.stands_in(stated)
+    return None if fits else f"kv_layout {stated}" if "kv_layout" in hints else "no kv_layout, which means NHD"
 
 
-def _unstated(layout: Layout, engine: EngineType) -> tuple[str, ...]:
-    """The memory orders an engine may show when it states none."""
-    return ("NHD",) if engine is EngineType.VLLM and not layout.is_fused else ("NHD", "HND")
+def pairs_in_place(layout: Layout, leaves: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[str]:
+    """Pairs of letters, such as `"BH"`, whose axes are longer than one and stand in the row in their memory order."""
+    strides = []
+    for leaf in leaves:
+        view = canonical_view(leaf, layout.axes, sizes, CACHE_AXES)
+        strides.append({AXIS_LETTERS.get(name): s for name, s in zip(CACHE_AXES, view.stride(), strict=True)})
+    pairs = itertools.combinations(layout.letters(sizes), 2)
+    return [left + right for left, right in pairs if all(stride[left] > stride[right] for stride in strides)]
 
 
 def measure(
@@ -289,19 +323,21 @@ def build_planes(layout: Layout, leaves: Sequence[torch.Tensor], sizes: Mapping[
         return wholes[index][inside.get("nl", 0), inside.get("two", 0)]
 
     planes_per_layer = 1 if layout.is_mla else 2
-    return tuple(tuple(plane(l, k) for k in range(planes_per_layer)) for l in range(sizes["nl"]))
+    return tuple(tuple(plane(layer, kv) for kv in range(planes_per_layer)) for layer in range(sizes["nl"]))
 
 
 def planes_identity(planes: Planes) -> tuple[Any, ...]:
-    """Equal for two readings that address the same bytes in the same way."""
+    """Equal for two readings that address the same bytes in the same way, as the same layers."""
     return tuple(
-        (
-            plane.data_ptr(),
-            tuple(plane.shape),
-            tuple(s for s, n in zip(plane.stride(), plane.shape, strict=True) if n > 1),
+        tuple(
+            (
+                plane.data_ptr(),
+                tuple(plane.shape),
+                tuple(s for s, n in zip(plane.stride(), plane.shape, strict=True) if n > 1),
+            )
+            for plane in row
         )
         for row in planes
-        for plane in row
     )
 
 
@@ -331,7 +367,8 @@ def explain(
     if readings:
         lines.append(f"{len(readings)} readings are left, and they are different memory:")
         lines += [f"  - {reading}" for reading in readings]
-        lines.append(f"give one of the hints {', '.join(deciding_hints(readings))} to decide")
+        deciding = [hint for hint in deciding_hints(readings) if hint not in hints]
+        lines.append(f"give one of the hints {', '.join(deciding)} to decide")
     else:
         lines.append("no reading is left:")
         lines += [f"  - {why}" for why in struck] or ["  - no row of this engine has this rank and nesting"]

@@ -28,7 +28,8 @@ CACHE_AXES = ("nl", "two", "nb", "bs", "nh", "hs")
 CHUNK_AXES = ("two", "nl", "t", "nh", "hs")
 
 _NAMES = {*CACHE_AXES, "nbbs", "1"}
-_LETTERS = {"nl": "L", "nb": "B", "nh": "H", "bs": "N"}
+#: the letters by which `KV_LAYOUTS` calls the axes
+AXIS_LETTERS = {"nl": "L", "nb": "B", "nh": "H", "bs": "N"}
 
 #: memory orders an engine can state as `kv_layout`, as the order of the letters L layers, B blocks, H heads, N tokens
 KV_LAYOUTS = {
@@ -52,7 +53,7 @@ def parse_pattern(pattern: str) -> Axes:
     """
     words = re.findall(r"\([^()]*\)|[^\s()]+|[()]", pattern)
     axes = tuple(tuple(word.strip("()").split()) for word in words)
-    if "(" in words or ")" in words or not all(axes):
+    if not axes or "(" in words or ")" in words or not all(axes):
         raise ArgumentError(f"pattern {pattern!r}: only names and one level of parentheses are allowed")
     return axes
 
@@ -84,7 +85,10 @@ class Layout:
     @cached_property
     def levels(self) -> Axes:
         """The list levels, each a tuple of names."""
-        return tuple(parse_pattern(level)[0] for level in self.nesting)
+        levels = [parse_pattern(level) for level in self.nesting]
+        if any(len(axes) != 1 for axes in levels):
+            raise ArgumentError(f"nesting {self.nesting!r}: two names of one list level stand in parentheses")
+        return tuple(axes[0] for axes in levels)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -101,23 +105,29 @@ class Layout:
         """K and V stand side by side inside the last axis."""
         return self.axes[-1] == ("two", "hs")
 
-    def stands_in(self, kv_layout: str, sizes: Mapping[str, int] | None = None) -> bool:
-        """Whether the axes stand, left to right, in the memory order that `kv_layout` names.
-
-        Axes the row or the order lacks do not count; with `sizes`, neither do axes of size one, which may stand anywhere.
-        """
-        letters = "".join(
-            _LETTERS[name]
+    def letters(self, sizes: Mapping[str, int] | None = None) -> str:
+        """L, B, H, N in the order in which the tensor's axes stand; with `sizes`, without those of size one."""
+        return "".join(
+            AXIS_LETTERS[name]
             for group in self.axes
             for name in group
-            if name in _LETTERS and (sizes is None or sizes[name] > 1)
+            if name in AXIS_LETTERS and (sizes is None or sizes[name] > 1)
         )
-        order = KV_LAYOUTS[kv_layout]
-        return [x for x in letters if x in order] == [x for x in order if x in letters]
+
+    def stands_in(self, kv_layout: str) -> bool:
+        """Whether the axes stand, left to right, in the memory order that `kv_layout` names. Axes that the row or the
+        order lacks do not count."""
+        return letters_stand_in(self.letters(), kv_layout)
 
     def __str__(self) -> str:
         lists = "".join(f"list[{level}] of " for level in self.nesting)
         return f"{self.name} = {lists}[{self.pattern}]"
+
+
+def letters_stand_in(letters: str, kv_layout: str) -> bool:
+    """Whether `letters` come in the order that `kv_layout` names; letters that only one of the two has do not count."""
+    order = KV_LAYOUTS[kv_layout]
+    return [x for x in letters if x in order] == [x for x in order if x in letters]
 
 
 def canonical_view(tensor: torch.Tensor, axes: Axes, sizes: Mapping[str, int], order: Sequence[str]) -> torch.Tensor:
@@ -222,35 +232,35 @@ def _table() -> None:
     row = register_layout
     per_layer: dict[str, Any] = {"nesting": ("nl",), "engines": (V,)}
     # fmt: off
-    # name                        pattern                   lists and engines; upstream's id; whose logical order it is
-    row("NB_NL_TWO_BS_NH_HS",     "nb nl two bs nh hs",     engines=(V,), upstream_id=0, logical_in=(V,))
-    row("NL_X_TWO_NB_BS_NH_HS",   "two nb bs nh hs",        **per_layer, upstream_id=1, logical_in=(V,))
-    row("NL_X_NB_TWO_BS_NH_HS",   "nb two bs nh hs",        **per_layer, upstream_id=2, logical_in=(V,))
-    row("NL_X_NB_BS_HS",          "nb bs hs",               **per_layer, upstream_id=3, logical_in=(V,))
-    row("TWO_X_NL_X_NBBS_NH_HS",  "nbbs nh hs",             nesting=("two", "nl"), engines=(S,), upstream_id=4, logical_in=(S,))
-    row("NL_X_NBBS_ONE_HS",       "nbbs 1 hs",              nesting=("nl",), engines=(S,), upstream_id=5, logical_in=(S,))
-    row("NL_X_TWO_NB_NH_BS_HS",   "two nb nh bs hs",        **per_layer, upstream_id=6)
-    row("NL_X_NB_TWO_NH_BS_HS",   "nb two nh bs hs",        **per_layer, upstream_id=7)
-    row("NB_NL_TWO_NH_BS_HS",     "nb nl two nh bs hs",     engines=(V, T), upstream_id=8, logical_in=(T,))
-    row("TWO_X_NL_X_NB_BS_NH_HS", "nb bs nh hs",            nesting=("two", "nl"), engines=(S,), upstream_id=9, logical_in=(S,))
-    row("NL_X_NB_NH_BS_TWO_HS",   "nb nh bs (two hs)",      **per_layer, upstream_id=10, logical_in=(V,))
+    # name                        pattern                 lists and engines; upstream's id; whose logical order it is
+    row("NB_NL_TWO_BS_NH_HS",     "nb nl two bs nh hs",   engines=(V,), upstream_id=0, logical_in=(V,))
+    row("NL_X_TWO_NB_BS_NH_HS",   "two nb bs nh hs",      **per_layer, upstream_id=1, logical_in=(V,))
+    row("NL_X_NB_TWO_BS_NH_HS",   "nb two bs nh hs",      **per_layer, upstream_id=2, logical_in=(V,))
+    row("NL_X_NB_BS_HS",          "nb bs hs",             **per_layer, upstream_id=3, logical_in=(V,))
+    row("TWO_X_NL_X_NBBS_NH_HS",  "nbbs nh hs",           nesting=("two", "nl"), engines=(S,), upstream_id=4, logical_in=(S,))
+    row("NL_X_NBBS_ONE_HS",       "nbbs 1 hs",            nesting=("nl",), engines=(S,), upstream_id=5, logical_in=(S,))
+    row("NL_X_TWO_NB_NH_BS_HS",   "two nb nh bs hs",      **per_layer, upstream_id=6)
+    row("NL_X_NB_TWO_NH_BS_HS",   "nb two nh bs hs",      **per_layer, upstream_id=7)
+    row("NB_NL_TWO_NH_BS_HS",     "nb nl two nh bs hs",   engines=(V, T), upstream_id=8, logical_in=(T,))
+    row("TWO_X_NL_X_NB_BS_NH_HS", "nb bs nh hs",          nesting=("two", "nl"), engines=(S,), upstream_id=9, logical_in=(S,))
+    row("NL_X_NB_NH_BS_TWO_HS",   "nb nh bs (two hs)",    **per_layer, upstream_id=10, logical_in=(V,))
     # rows upstream has no number for
-    row("NL_X_NB_BS_NH_TWO_HS",   "nb bs nh (two hs)",      **per_layer)
-    row("NL_X_NH_NB_BS_TWO_HS",   "nh nb bs (two hs)",      **per_layer)
+    row("NL_X_NB_BS_NH_TWO_HS",   "nb bs nh (two hs)",    **per_layer)
+    row("NL_X_NH_NB_BS_TWO_HS",   "nh nb bs (two hs)",    **per_layer)
     row("NB_NH_NL_TWO_BS_HS",     "nb nh nl two bs hs")
-    row("TWO_NL_X_NBBS_NH_HS",    "nbbs nh hs",             nesting=("(two nl)",), engines=(S,), logical_in=(S,))
-    row("TWO_NL_X_NB_BS_NH_HS",   "nb bs nh hs",            nesting=("(two nl)",), engines=(S,), logical_in=(S,))
-    row("NL_X_NB_BS_ONE_HS",      "nb bs 1 hs",             nesting=("nl",), engines=(S,), logical_in=(S,))
-    row("ONE_X_NL_X_NBBS_ONE_HS", "nbbs 1 hs",              nesting=("1", "nl"), engines=(S,), logical_in=(S,))
-    row("ONE_X_NL_X_NB_BS_ONE_HS", "nb bs 1 hs",            nesting=("1", "nl"), engines=(S,), logical_in=(S,))
-    row("NB_NL_TWO_NHBSHS",       "nb nl two (nh bs hs)",   engines=(T,), logical_in=(T,))
+    row("TWO_NL_X_NBBS_NH_HS",    "nbbs nh hs",           nesting=("(two nl)",), engines=(S,), logical_in=(S,))
+    row("TWO_NL_X_NB_BS_NH_HS",   "nb bs nh hs",          nesting=("(two nl)",), engines=(S,), logical_in=(S,))
+    row("NL_X_NB_BS_ONE_HS",      "nb bs 1 hs",           nesting=("nl",), engines=(S,), logical_in=(S,))
+    row("ONE_X_NL_X_NBBS_ONE_HS", "nbbs 1 hs",            nesting=("1", "nl"), engines=(S,), logical_in=(S,))
+    row("ONE_X_NL_X_NB_BS_ONE_HS", "nb bs 1 hs",          nesting=("1", "nl"), engines=(S,), logical_in=(S,))
+    row("NB_NL_TWO_NHBSHS",       "nb nl two (nh bs hs)", engines=(T,), logical_in=(T,))
     # vLLM's standard orders of one pool; C = (two hs)
-    row("LBHNC",                  "nl nb nh bs (two hs)",   engines=(V,), logical_in=(V,))
-    row("LBNHC",                  "nl nb bs nh (two hs)",   engines=(V,))
-    row("LHBNC",                  "nl nh nb bs (two hs)",   engines=(V,))
-    row("BLHNC",                  "nb nl nh bs (two hs)",   engines=(V,))
-    row("BLNHC",                  "nb nl bs nh (two hs)",   engines=(V,))
-    row("BHLNC",                  "nb nh nl bs (two hs)",   engines=(V,))
+    row("LBHNC",                  "nl nb nh bs (two hs)", engines=(V,), logical_in=(V,))
+    row("LBNHC",                  "nl nb bs nh (two hs)", engines=(V,))
+    row("LHBNC",                  "nl nh nb bs (two hs)", engines=(V,))
+    row("BLHNC",                  "nb nl nh bs (two hs)", engines=(V,))
+    row("BLNHC",                  "nb nl bs nh (two hs)", engines=(V,))
+    row("BHLNC",                  "nb nh nl bs (two hs)", engines=(V,))
     # fmt: on
 
 
