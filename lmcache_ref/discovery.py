@@ -196,8 +196,8 @@ def read(
 ) -> Iterator[Reading | str]:
     """The reading of the tensors by one row; or why a known size or the memory order strikes it out; or nothing
     at all when the row has another rank or nesting."""
-    if lengths == (1,) and not layout.levels and not _listed(leaves[0].dim(), engine):
-        lengths = ()  # a list of one tensor whose rank no listed row has: that tensor
+    if lengths == (1,) and not layout.levels and ("layout" in hints or not _listed(leaves[0].dim(), engine)):
+        lengths = ()  # a list of one tensor, of a row given by name or of a rank that no listed row has: that tensor
     if len(layout.levels) != len(lengths) or len(layout.axes) != leaves[0].dim():
         return
     try:
