@@ -159,6 +159,8 @@ def check_strides(tensor: torch.Tensor, name: str) -> None:
     shape, strides = tuple(tensor.shape), tensor.stride()
     if not shape:
         raise LayoutError(f"{name} is a scalar; a KV cache has axes")
+    if 0 in shape:
+        return  # no element, nothing to address
     if shape[-1] > 1 and strides[-1] != 1:
         raise StrideError(
             f"{name}: shape {shape}, strides {strides}: the innermost axis must have stride 1, has {strides[-1]}"
