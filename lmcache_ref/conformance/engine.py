@@ -103,7 +103,7 @@ class Buffer:
 
 
 class EngineMemory:
-    """An engine's tensors for one row of the table."""
+    """An engine's tensors for one row of the table: `list_lengths`, outermost first, of tensors of `tensor_shape`."""
 
     axes = ("nl", "two", "nb", "bs", "nh", "hs")
 
@@ -111,16 +111,18 @@ class EngineMemory:
         self.shape = tuple(sizes[axis] for axis in self.axes)
         self._pattern = engine_pattern(row)
         nested = rearrange(torch.empty(self.shape, device="meta"), self._pattern).shape
-        self._lengths, self._leaf = nested[: len(row.nesting)], nested[len(row.nesting) :]
-        self._buffer = Buffer([self._leaf] * math.prod(self._lengths), geometry)
+        self.list_lengths, self.tensor_shape = nested[: len(row.nesting)], nested[len(row.nesting) :]
+        self._buffer = Buffer([self.tensor_shape] * math.prod(self.list_lengths), geometry)
 
     def filled(self, logical: torch.Tensor, nobody: int) -> torch.Tensor:
         """The whole buffer when the cache holds `logical` `[NL, TWO, NB, BS, NH, HS]`; `nobody` around it."""
-        return self._buffer.filled(rearrange(logical, self._pattern).reshape(-1, *self._leaf), nobody, logical.dtype)
+        return self._buffer.filled(
+            rearrange(logical, self._pattern).reshape(-1, *self.tensor_shape), nobody, logical.dtype
+        )
 
     def tensors(self, memory: torch.Tensor) -> Any:
         """What the engine hands out, views of the flat buffer `memory`: a tensor, a list or nested lists."""
-        return _nest(iter(self._buffer.views(memory)), self._lengths)
+        return _nest(iter(self._buffer.views(memory)), self.list_lengths)
 
 
 class ChunkMemory:

@@ -23,7 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend to test, may be given several times (default: each that serves the device and can run)",
     )
     group.addoption("--device", dest="conformance_device", default="cpu", help="device of the KV cache (default: cpu)")
-    group.addoption("--sizes", dest="conformance_sizes", default="tiny", choices=list(SIZES), help="lengths of the axes")
+    group.addoption(
+        "--sizes", dest="conformance_sizes", default="tiny", choices=list(SIZES), help="lengths of the axes"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
