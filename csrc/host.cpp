@@ -53,9 +53,22 @@ void copy_row(char* target, const char* source, i64 bytes, bool stream) {
         std::memcpy(target, source, bytes);
 }
 
+// Short rows of the engine lie in many pages, which the CPU does not foresee; it is told this many bytes ahead.
+constexpr i64 kShortRowBytes = 1024, kAheadBytes = 4096;
+
+void announce_row(const Move& move, const Item& item, i64 row) {
+    i64 bad_token;
+    const Row found = row_at(move, item, row, &bad_token);
+    if (!found.moves) return;
+    for (i64 done = 0; done < move.piece_bytes; done += kLineBytes)
+        __builtin_prefetch(reinterpret_cast<const char*>(found.plane_address + done), 0, 0);
+}
+
 void move_item(const Move& move, const Item& item, bool scatter, bool stream) {
     const i64 rows = item.num_tokens * move.pieces_per_token;
+    const i64 ahead = scatter || move.piece_bytes >= kShortRowBytes ? rows : kAheadBytes / move.piece_bytes;
     for (i64 row = 0; row < rows; ++row) {
+        if (row + ahead < rows) announce_row(move, item, row + ahead);
         i64 bad_token;
         const Row found = row_at(move, item, row, &bad_token);
         if (!found.moves) continue;

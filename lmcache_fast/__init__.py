@@ -6,6 +6,23 @@ Nothing here moves a byte: kernels and launches live in the subpackages.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def register() -> None:
     """Register the backends of this package. Neither this nor the import touches a GPU or a compiler."""
+    from lmcache_ref.backends import register_backend
+
+    register_backend("cpu", _load_cpu, devices=("cpu",), unavailable=_cpu_unavailable, speed=10, stages=True)
+
+
+def _load_cpu() -> Any:
+    from .cpu.backend import load
+
+    return load()
+
+
+def _cpu_unavailable() -> str | None:
+    from .cpu.compile import unavailable
+
+    return unavailable()

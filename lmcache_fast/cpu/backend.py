@@ -1,0 +1,130 @@
+"""The operations of the backend `cpu`: describe the batch, make one call into the compiled sources.
+
+A call returns when the bytes are final, so every transfer is a finished one. Slots are always checked first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import torch
+
+from lmcache_ref import rope as spec
+from lmcache_ref.errors import BackendError
+from lmcache_ref.plan import TransferPlan, check_slots
+from lmcache_ref.rope import RotarySpec
+from lmcache_ref.transfer import Transfer
+
+from ..descriptors import PlaneTables, Rotation, chunk_table, describe_move
+from ..environment import source_folder, validation_is_on
+from .compile import load_library
+
+TILE_TOKENS = 256  # of one plane, moved by one thread at a stretch
+ONE_THREAD_BYTES = 256 << 10  # below it, waking other threads costs more than it saves
+STREAM_BYTES = 8 << 20  # from here on the targets would push everything else out of the caches
+TYPE_NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
+
+
+class CpuBackend:
+    """gather, scatter and rerotate as `lmcache_ref.backends.OPERATIONS` wants them. Thread-safe."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._move, self._rotate = library.lmcache_fast_move, library.lmcache_fast_rotate
+        for function in (self._move, self._rotate):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+            function.restype = ctypes.c_int64
+        self._plane_tables = PlaneTables()
+
+    def gather(self, plan: TransferPlan) -> Transfer:
+        """Engine to chunks; see `lmcache_ref.gather`. Chunks on another device go through a host copy."""
+        on_host = _with_host_chunks(plan)
+        self._transfer(on_host, scatter=False)
+        for span, host_span in zip(plan.spans, on_host.spans, strict=True):
+            if span is not host_span:
+                span.chunk.copy_(host_span.chunk)
+        return Transfer()
+
+    def scatter(self, plan: TransferPlan) -> Transfer:
+        """Chunks to engine; see `lmcache_ref.scatter`. Duplicate slots are looked for under LMCACHE_VALIDATE=1."""
+        if validation_is_on():
+            check_slots(plan, duplicates=True)
+        self._transfer(_with_host_chunks(plan), scatter=True)
+        return Transfer()
+
+    def rerotate(
+        self, keys: torch.Tensor, old_positions: torch.Tensor, new_positions: torch.Tensor, rope: RotarySpec
+    ) -> None:
+        """Keys to new positions, in place; see `lmcache_ref.rope.rerotate`, whose bits these are."""
+        spec._check_keys(keys, rope)
+        _require_host("keys", keys.device)
+        old = spec._checked_positions("old_positions", old_positions, keys, rope).contiguous()
+        new = spec._checked_positions("new_positions", new_positions, keys, rope).contiguous()
+        table = rope.cos_sin_cache.detach().cpu()
+        table = table if table.stride(1) == 1 else table.contiguous()
+        num_pairs = rope.rotary_dim // 2
+        strides = [stride * keys.element_size() for stride in keys.stride()]
+        rotation = Rotation(
+            keys_address=keys.data_ptr(),
+            token_stride_bytes=strides[0],
+            head_stride_bytes=strides[1],
+            dim_stride_bytes=strides[2],
+            old_positions=old.data_ptr(),
+            new_positions=new.data_ptr(),
+            table_address=table.data_ptr(),
+            table_row_stride_bytes=table.stride(0) * table.element_size(),
+            max_position=rope.max_position,
+            num_tokens=keys.shape[0],
+            num_heads=keys.shape[1],
+            num_pairs=num_pairs,
+            pair_stride_dims=1 if rope.is_neox else 2,
+            partner_stride_dims=num_pairs if rope.is_neox else 1,
+        )
+        types = TYPE_NUMBERS[keys.dtype], TYPE_NUMBERS[table.dtype]
+        bad_token = self._rotate(ctypes.byref(rotation), *types, _threads(keys.numel() * keys.element_size()))
+        if bad_token >= 0:
+            spec.rerotate(keys, old_positions, new_positions, rope)  # nothing was written; this says what is wrong
+            raise AssertionError(f"the kernel refused token {bad_token}, the specification did not")
+
+    def _transfer(self, plan: TransferPlan, scatter: bool) -> None:
+        _require_host("the KV cache", plan.cache.device)
+        if plan.num_tokens == 0:
+            return
+        slots = plan.slots.cpu().contiguous()
+        planes, first_layer = self._plane_tables.find(plan)
+        chunks = chunk_table(plan, TILE_TOKENS)
+        move = describe_move(plan, slots, planes, first_layer, chunks, TILE_TOKENS)
+        num_bytes = plan.num_bytes
+        streams = num_bytes >= STREAM_BYTES
+        bad_token = self._move(ctypes.byref(move), scatter, streams, _threads(num_bytes))
+        if bad_token >= 0:
+            check_slots(plan, duplicates=False)  # nothing was moved; this says what is wrong
+            raise AssertionError(f"the kernel refused the slot of token {bad_token}, the specification did not")
+
+
+def load() -> CpuBackend:
+    """The backend, compiled if it is not in the cache. Raises BackendError with the compiler's log."""
+    csrc = source_folder()
+    headers = [csrc / "address.h", csrc / "rotate.h"]
+    return CpuBackend(load_library("host", [csrc / "host.cpp"], headers))
+
+
+def _threads(num_bytes: int) -> int:
+    return torch.get_num_threads() if num_bytes >= ONE_THREAD_BYTES else 1
+
+
+def _require_host(what: str, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise BackendError(f"backend 'cpu' moves host memory, {what} is on {device}")
+
+
+def _with_host_chunks(plan: TransferPlan) -> TransferPlan:
+    """The plan itself, or with copies in host memory of the chunks that are elsewhere."""
+    if all(span.chunk.device.type == "cpu" for span in plan.spans):
+        return plan
+    return replace(
+        plan,
+        spans=tuple(
+            span if span.chunk.device.type == "cpu" else replace(span, chunk=span.chunk.cpu()) for span in plan.spans
+        ),
+    )

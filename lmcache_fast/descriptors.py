@@ -1,0 +1,173 @@
+"""From a checked plan to what the kernels read: tables of addresses and byte strides, and the widest vector they allow.
+
+The structs mirror csrc/address.h and csrc/rotate.h field by field. No layout has a name here, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from array import array
+from dataclasses import dataclass
+
+import torch
+
+from lmcache_ref.discovery import Planes
+from lmcache_ref.kv_cache import PagedKVCache
+from lmcache_ref.plan import TransferPlan
+
+WIDEST_VECTOR_BYTES = 16
+WORDS_PER_PLANE = 4
+WORDS_PER_CHUNK = 7
+
+
+def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": [(field, ctypes.c_int64) for field in fields.split()]})
+
+
+Move = _struct(
+    "Move",
+    "planes chunks ids bad_token num_chunks num_tiles num_layers kv_size num_ids tokens_per_id block_size block_shift "
+    "pieces_per_token piece_bytes tile_tokens lanes_per_row",
+)
+Rotation = _struct(
+    "Rotation",
+    "keys_address token_stride_bytes head_stride_bytes dim_stride_bytes old_positions new_positions table_address "
+    "table_row_stride_bytes max_position num_tokens num_heads num_pairs pair_stride_dims partner_stride_dims bad_token",
+)
+
+
+@dataclass(frozen=True)
+class PlaneTable:
+    """The planes of some layers.
+
+    words: `[NL, TWO, WORDS_PER_PLANE]`, each plane's address, then block, slot and head stride in bytes.
+    granule_bytes: the greatest number that divides all of these and the piece.
+    pieces_per_token: 1 where the heads of a slot are contiguous in every plane, else NH; a piece is `piece_bytes` long.
+    """
+
+    words: array[int]
+    granule_bytes: int
+    pieces_per_token: int
+    piece_bytes: int
+
+
+@dataclass(frozen=True)
+class ChunkTable:
+    """The moved part of every chunk; `words` is `[chunks, WORDS_PER_CHUNK]`, in the order of the struct Chunk."""
+
+    words: array[int]
+    granule_bytes: int
+    num_tiles: int
+
+
+def plane_table(planes: Planes) -> PlaneTable:
+    """The table of `planes[layer][kv]`, all of one shape and dtype."""
+    first = planes[0][0]
+    element_bytes = first.element_size()
+    num_heads, head_bytes = first.shape[2], first.shape[3] * element_bytes
+    words = array("q")
+    contiguous_heads = True
+    for row in planes:
+        for plane in row:
+            strides = [
+                stride * element_bytes if size > 1 else 0
+                for stride, size in zip(plane.stride()[:3], plane.shape[:3], strict=True)
+            ]
+            contiguous_heads &= num_heads == 1 or strides[2] == head_bytes
+            words.extend((plane.data_ptr(), *strides))
+    pieces = 1 if contiguous_heads else num_heads
+    piece_bytes = num_heads * head_bytes // pieces
+    return PlaneTable(words, math.gcd(piece_bytes, *words), pieces, piece_bytes)
+
+
+class PlaneTables:
+    """The tables of the caches seen so far, each built once and forgotten with its cache."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[PagedKVCache], dict[int, int], dict[tuple[int, ...], PlaneTable]]] = {}
+
+    def find(self, plan: TransferPlan) -> tuple[PlaneTable, int]:
+        """A table and the layer in it that is `plan.planes[0]`; the plan's other layers follow."""
+        layer_of_row, tables = self._of_cache(plan.cache)
+        layers = tuple(layer_of_row.get(id(row), -1) for row in plan.planes)
+        if -1 in layers:  # planes that are not the cache's own rows
+            return plane_table(plan.planes), 0
+        first = layers[0]
+        if layers == tuple(range(first, first + len(layers))):
+            layers, offset = (), first  # a run of layers: part of the table of all
+        else:
+            offset = 0
+        if layers not in tables:
+            tables[layers] = plane_table(plan.planes if layers else plan.cache.planes)
+        return tables[layers], offset
+
+    def _of_cache(self, cache: PagedKVCache) -> tuple[dict[int, int], dict[tuple[int, ...], PlaneTable]]:
+        key = id(cache)
+        known = self._known.get(key)
+        if known is None or known[0]() is not cache:
+            layer_of_row = {id(row): layer for layer, row in enumerate(cache.planes)}
+            reference = weakref.ref(cache, lambda gone: self._forget(key, gone))
+            known = self._known[key] = (reference, layer_of_row, {})
+        return known[1], known[2]
+
+    def _forget(self, key: int, gone: weakref.ref[PagedKVCache]) -> None:
+        """Drop a dead cache's tables, unless another cache has taken its id since."""
+        known = self._known.get(key)
+        if known is not None and known[0] is gone:
+            self._known.pop(key, None)
+
+
+def chunk_table(plan: TransferPlan, tile_tokens: int) -> ChunkTable:
+    """The table of the plan's chunks, each from its first token after the skipped prefix on."""
+    words = array("q")
+    granule_bytes = first_tile = 0
+    for span in plan.spans:
+        chunk = span.chunk
+        element_bytes = chunk.element_size()
+        two, num_layers, num_tokens = chunk.shape[:3]
+        kv_stride, layer_stride, token_stride = chunk.stride()[:3]
+        skipped = min(max(0, plan.skip_prefix_n_tokens - span.start), num_tokens)
+        num_moved = num_tokens - skipped
+        strides = (
+            kv_stride * element_bytes if two > 1 else 0,
+            layer_stride * element_bytes if num_layers > 1 else 0,
+            token_stride * element_bytes if num_tokens > 1 else 0,
+        )
+        address = chunk.data_ptr() + skipped * strides[2]
+        granule_bytes = math.gcd(granule_bytes, address, *strides)
+        words.extend((address, *strides, span.start + skipped, num_moved, first_tile))
+        first_tile += -(-num_moved // tile_tokens)
+    return ChunkTable(words, granule_bytes, first_tile)
+
+
+def vector_bytes(planes: PlaneTable, chunks: ChunkTable) -> int:
+    """The widest vector that every address, stride and piece of a batch allows: 16, 8, 4, 2 or 1 bytes."""
+    return math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, chunks.granule_bytes)
+
+
+def describe_move(
+    plan: TransferPlan, ids: torch.Tensor, planes: PlaneTable, first_layer: int, chunks: ChunkTable, tile_tokens: int
+) -> ctypes.Structure:
+    """The struct Move of a batch whose tables lie on the host, slots as ids. It holds addresses: keep the tables and
+    `ids` (int64, contiguous) alive as long as it is used."""
+    cache = plan.cache
+    block_size, kv_size = cache.block_size, cache.kv_size
+    return Move(
+        planes=planes.words.buffer_info()[0] + first_layer * kv_size * WORDS_PER_PLANE * planes.words.itemsize,
+        chunks=chunks.words.buffer_info()[0],
+        ids=ids.data_ptr(),
+        num_chunks=len(plan.spans),
+        num_tiles=chunks.num_tiles,
+        num_layers=len(plan.planes),
+        kv_size=kv_size,
+        num_ids=cache.num_slots,
+        tokens_per_id=1,
+        block_size=block_size,
+        block_shift=block_size.bit_length() - 1 if block_size.bit_count() == 1 else -1,
+        pieces_per_token=planes.pieces_per_token,
+        piece_bytes=planes.piece_bytes,
+        tile_tokens=tile_tokens,
+        lanes_per_row=1,
+    )
