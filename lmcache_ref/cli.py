@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from .backends import AUTO, explain_backends, get_backend, requested_backend
 from .doctor import examine, list_devices
-from .errors import ArgumentError, BackendError, LMCacheRefError
+from .errors import ArgumentError, BackendError, ContractViolation, LMCacheRefError
 from .layouts import KV_LAYOUTS, LAYOUTS, Layout, find_layout
 from .picture import Picture, svg
 
@@ -45,10 +45,13 @@ else:
     OneName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A layout; without it, the whole table.")]
     SvgFile = Annotated[Path | None, typer.Option("--svg", help="Also write the picture of NAME to this file.")]
     CaseId = Annotated[str | None, typer.Option("--case", help="Run this one case, as a failure printed it.")]
-    Connector = Annotated[str, typer.Option("--connector", help="Which connector carries the cache.")]
+    Connector = Annotated[str, typer.Option("--connector", help="Who carries the cache; all: each in turn.")]
     OneBackend = Annotated[str | None, typer.Option("--backend", "-b", help="Backend; by default LMCACHE_BACKEND.")]
     Seed = Annotated[int, typer.Option("--seed", help="Of weights, prompt and slots.")]
-    Upstream = Annotated[Path | None, typer.Option("--upstream", help="An LMCache checkout to compare with.")]
+    Upstream = Annotated[
+        str | None, typer.Option("--upstream", help="Folder with upstream's lmcache, to compare with.")
+    ]
+    Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Model shape; may be repeated.")]
     Quick = Annotated[bool, typer.Option("--quick", help="Few sizes, few repetitions.")]
 
 
@@ -76,7 +79,7 @@ def application() -> typer.Typer:
 
 
 def _clean(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, whose expected errors are one message on stderr (with --json also a document) and exit code 2."""
+    """The command, whose expected errors are a message on stderr (with --json a document too) and the exit code."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -87,7 +90,7 @@ def _clean(command: Callable[..., None]) -> Callable[..., None]:
             Console(stderr=True).print(Text.assemble((f"{kind}: ", "bold red"), str(error)), soft_wrap=True)
             if options.get("as_json"):
                 _print_json({"error": {"kind": kind, "message": str(error)}})
-            raise typer.Exit(USAGE) from None
+            raise typer.Exit(FAILED if isinstance(error, ContractViolation) else USAGE) from None
 
     return run
 
@@ -113,9 +116,7 @@ def layouts(name: OneName = None, svg_file: SvgFile = None, as_json: AsJson = Fa
         svg_file.write_text(svg(picture), encoding="utf-8")
     if as_json:
         cells = [{**cell._asdict(), "label": picture.label(cell)} for cell in picture.cells]
-        return _print_json(
-            {**_facts(row), "tensors": picture.tensors, "cell_bytes": picture.cell_bytes, "cells": cells}
-        )
+        return _print_json({**_facts(row), "tensors": picture.tensors, "cells": cells})
     screen = _screen()
     for key, value in _in_words(_facts(row)).items():
         screen.print(Text.assemble((f"{key:<18}", "bold"), _text(value)))
@@ -181,11 +182,10 @@ def verify(
 
 def _show_verdicts(results: Sequence[Any]) -> None:
     screen = _screen()
+    rows: dict[Any, dict[str, Any]] = {}
     for result in results:
         if not result.ok:
             screen.print(Text.assemble(("FAILED ", "bold red"), f"{result.case} on {result.backend}\n{result.error}\n"))
-    rows: dict[Any, dict[str, Any]] = {}
-    for result in results:
         key = {"backend": result.backend, "direction": result.case.direction}
         row = rows.setdefault(tuple(key.values()), {**key, "passed": 0, "failed": 0, "seconds": 0.0})
         row["passed" if result.ok else "failed"] += 1
@@ -208,15 +208,16 @@ def demo(
     from .demo import run_demo
 
     _check_device(device)
-    with _progress("demo", len(layout or LAYOUTS)) as advance:
+    with _progress("demo", None) as advance:
         results = run_demo(layout, connector, backend, device, lambda *_: advance(), seed)
     shown = [result for result in results if not result.skipped]
     good = bool(shown) and all(result.ok for result in shown)
     if as_json:
         _print_json({"ok": good, "results": [dataclasses.asdict(result) for result in results]})
     else:
-        title = f"demo: {connector}, by {results[0].backend}"
-        _screen().print(_table(title, [_demo_row(result) for result in results]))
+        for name in dict.fromkeys(result.connector for result in results):
+            rows = [_demo_row(result) for result in results if result.connector == name]
+            _screen().print(_table(f"demo: {name}, by {results[0].backend}", rows))
     raise typer.Exit(OK if good else FAILED)
 
 
@@ -231,15 +232,25 @@ def _demo_row(result: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ bench and doctor
 
 
-def bench(backend: Backends = None, upstream: Upstream = None, quick: Quick = False, as_json: AsJson = False) -> None:
-    """Time the backends: bytes moved a second, and upstream's own kernels beside them with --upstream.
+def bench(
+    backend: Backends = None,
+    upstream: Upstream = None,
+    quick: Quick = False,
+    device: Device = "cpu",
+    shape: Shapes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the backends beside a plain copy, and upstream's own code beside them with --upstream.
 
-    Exit codes: 0 measured; 2 an unknown name, or a backend that cannot run here.
+    Exit codes: 0 measured; 1 somebody moves wrong bits; 2 an unknown name, or a backend that cannot run here.
     """
     from .bench import run_bench
 
+    _check_device(device)
+    backends = _usable_backends(backend, device)
     with _progress("bench", None) as advance:
-        rows = [dataclasses.asdict(row) for row in run_bench(backend, upstream, quick, lambda *_: advance())]
+        found = run_bench(backends, upstream, quick, advance, device=device, shapes=shape)
+    rows = list(map(dataclasses.asdict, found))
     if as_json:
         return _print_json(rows)
     _screen().print(_table("bench", rows))
@@ -262,13 +273,10 @@ def doctor(as_json: AsJson = False) -> None:
         screen.print(_table("environment", variables or [{"variable": "no LMCACHE_* is set"}]))
         rows = []
         for choice in report.choices:
-            rows.append(
-                {"device": choice.device_type, "backend": choice.chosen or "none", "": choice.problem or "chosen"}
-            )
-            rows += [{"device": "", "backend": name, "": why} for name, why in choice.passed_over.items()]
+            verdicts = {choice.chosen or "none": choice.problem or "chosen", **choice.passed_over}
+            rows += [{"device": choice.device_type, "backend": name, "": why} for name, why in verdicts.items()]
         screen.print(_table(f"backends; requested: {report.requested}", rows))
-        verdict = ("the requested backend can run", "green") if report.ok else ("it cannot run here", "bold red")
-        screen.print(Text(*verdict))
+        screen.print(Text("the requested backend can run" if report.ok else "the requested backend cannot run here"))
     raise typer.Exit(OK if report.ok else FAILED)
 
 
@@ -306,13 +314,13 @@ def _screen() -> Console:
 
 
 @contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that goes away when done; yields what moves it on by one. Nothing is shown in a pipe."""
+def _progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal's stderr that goes away when done; yields what moves it on and may name the work at hand."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda now="": bar.update(task, advance=1, description=f"{what} {now}")
 
 
 def _text(value: Any) -> Text:

@@ -1,6 +1,7 @@
 """The command line: what each command prints, its exit codes, `--json`, and the missing extra.
 
-What the commands show is tested where it is computed; here failures are planted, and must come out as exit codes.
+What the commands show is tested where it is computed; here failures are planted, and must come out as exit codes. Longer
+than most files, since five commands share its helpers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from lmcache_ref import LAYOUTS, Transfer, cli, conformance, demo, register_backend
 from lmcache_ref.backends import unregister_backend
+from lmcache_ref.bench.shapes import SHAPES, Shape
 from lmcache_ref.demo import DemoResult
 from lmcache_ref.errors import LayoutError
 from lmcache_ref.picture import Picture
@@ -168,15 +170,18 @@ def test_svg_is_written(tmp_path):
         (["layouts", "LBHNC", "--svg", "/no/such/folder/x.svg"], "FileNotFoundError: "),
         (["verify", "--case", "NOPE"], "ArgumentError: case 'NOPE'"),
         (["verify", "--layout", "NOPE"], "LayoutError: unknown layout 'NOPE'; known: "),
-        (["verify", "--backend", "nope"], "BackendError: unknown backend 'nope'; known: reference"),
+        (["verify", "--backend", "nope"], "BackendError: "),
         (["verify", "--device", "abacus"], "ArgumentError: --device 'abacus' is not here; known: cpu"),
         (["verify", "--case", GATHER, "--layout", "LBNHC"], "ArgumentError: --case LBHNC-gather"),
         (["demo", "--device", "abacus"], "ArgumentError: --device 'abacus' is not here; known: cpu"),
         (["demo", "--layout", "NOPE"], "LayoutError: unknown layout 'NOPE'; known: "),
         (["demo", "--connector", "NOPE"], "NOPE"),
-        (["demo", "--backend", "nope"], "BackendError: unknown backend 'nope'; known: reference"),
+        (["demo", "--backend", "nope"], "BackendError: "),
+        (["bench", "--quick", "--backend", "nope"], "BackendError: "),
+        (["bench", "--shape", "nope"], "ArgumentError: shapes: nope unknown; known: "),
+        (["bench", "--device", "abacus"], "ArgumentError: --device 'abacus' is not here; known: cpu"),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_usage_is_one_message_and_exit_code_2(arguments, message):
     result = run(*arguments)
@@ -184,6 +189,7 @@ def test_bad_usage_is_one_message_and_exit_code_2(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
+    assert "nope" not in arguments or re.search("'?nope'?.*known: ", result.stderr)
     error = run_json(*arguments, exit_code=2)["error"]
     assert f"{error['kind']}: {error['message']}" == result.stderr.strip()
 
@@ -325,25 +331,39 @@ def test_demo_without_transformers_says_what_to_install(monkeypatch):
     assert "pip install 'lmcache-ref[demo]'" in result.stderr
 
 
-def test_bench_shows_every_field_of_its_rows(monkeypatch):
+def test_bench_shows_every_field_of_its_rows(backend, monkeypatch):
+    backend("a", nothing_gathered)
+    backend("b", nothing_gathered)
+
     @dataclasses.dataclass
     class Row:
         backend: str
         direction: str
         gb_per_second: float
 
-    def run_bench(backends, upstream, quick, on_progress):
-        on_progress()
+    def run_bench(backends, upstream, quick, on_progress, *, device, shapes):
+        assert (upstream, device, shapes) == ("folder", "cpu", ["mla"])
+        on_progress("mla NHD")
         return [Row(name, "gather", 12.3456789 if quick else 1.0) for name in backends]
 
     module = ModuleType("lmcache_ref.bench")
     module.run_bench = run_bench
     monkeypatch.setitem(sys.modules, "lmcache_ref.bench", module)
-    rows = run_json("bench", "-b", "a", "-b", "b", "--quick")
+    options = ["--upstream", "folder", "--shape", "mla"]
+    rows = run_json("bench", "-b", "a", "-b", "b", "--quick", *options)
     assert rows == [{"backend": name, "direction": "gather", "gb_per_second": 12.3456789} for name in "ab"]
-    shown = run("bench", "-b", "a", "--quick").stdout
+    shown = run("bench", "-b", "a", "--quick", *options).stdout
     assert re.search(r"backend +┃ +direction +┃ +gb per second", shown)
     assert re.search(r"a +│ gather +│ +12\.35 ", shown)
+
+
+def test_bench_that_finds_wrong_bits_fails(backend, monkeypatch):
+    backend("lazy", nothing_gathered)
+    monkeypatch.setitem(SHAPES, "tiny", Shape("tiny", NL=1, kv=1, NH=1, HS=16, dtype=torch.uint8))
+    assert run("bench", "--quick", "--shape", "tiny", "-b", "reference").exit_code == 0
+    result = run("bench", "--quick", "--shape", "tiny", "-b", "lazy")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("ContractViolation: bench: gather of lazy moves other bits")
 
 
 # doctor
@@ -379,9 +399,7 @@ def test_doctor_fails_when_the_requested_backend_cannot_run(backend, monkeypatch
     backend("absent", nothing_gathered, unavailable=lambda: "no such card")
     backend("partial", SimpleNamespace(gather=print))
     monkeypatch.setenv("LMCACHE_BACKEND", requested)
-    reason = {"nope": "unknown backend 'nope'", "absent": "no such card", "partial": "lacks scatter, rerotate"}[
-        requested
-    ]
+    reason = {"nope": "known: reference", "absent": "no such card", "partial": "lacks scatter, rerotate"}[requested]
     choice = run_json("doctor", exit_code=1)["choices"][0]
     assert choice["chosen"] is None
     assert reason in choice["problem"]

@@ -95,13 +95,15 @@ def _measure(
     fmt = MemoryFormat.KV_MLA_FMT if shape.kv == 1 else MemoryFormat.KV_2LTD
     sizes = [min(CHUNK_TOKENS, tokens - start) for start in range(0, tokens, CHUNK_TOKENS)]
     chunks = [_chunk(shape, size, device) for size in sizes]
-    movers: dict[str, Callable[[str], None]] = {}
-    for name in backends:
-        movers[name] = _ours(name, lambda move: move(cache, slots, chunks, fmt=fmt).synchronize())
+
+    def call(move: Callable[..., Transfer]) -> None:
+        move(cache, slots, chunks, fmt=fmt).synchronize()
+
+    movers = {name: _ours(name, call) for name in backends}
     peer = upstream_move(upstream, cache, tensors, slots, chunks) if upstream else None
     if peer is not None:
         movers[UPSTREAM] = peer
-    _check_bits(movers, chunks, tensors)
+    _check_bits(_ours("reference", call), movers, chunks, tensors)
 
     nbytes = shape.bytes_per_token * tokens
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
@@ -138,11 +140,13 @@ def _chunk(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def _check_bits(
-    movers: dict[str, Callable[[str], None]], chunks: list[torch.Tensor], tensors: list[torch.Tensor]
+    reference: Callable[[str], None],
+    movers: dict[str, Callable[[str], None]],
+    chunks: list[torch.Tensor],
+    tensors: list[torch.Tensor],
 ) -> None:
     """Every runner gathers the bits the reference gathers, and scatters them into wiped pages to where they were."""
     original = [_bytes(tensor).clone() for tensor in tensors]
-    reference = movers.get("reference") or next(iter(movers.values()))
     expected = expected_pages = None
     for name, move in [("reference", reference), *movers.items()]:
         for chunk in chunks:
