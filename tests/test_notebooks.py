@@ -173,7 +173,7 @@ def test_an_assertion_made_false_is_an_error() -> None:
 
 
 def test_the_backend_asked_for_is_the_one_that_runs() -> None:
-    with pytest.raises(CellExecutionError, match="(?s)BackendError.*no_such"):
+    with pytest.raises(CellExecutionError, match=r"(?s)BackendError.*no_such"):
         run(example("from lmcache_ref import get_backend", "get_backend()"), "no_such")
 
 
