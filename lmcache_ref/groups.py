@@ -28,11 +28,15 @@ def read_groups(
 ) -> list[CacheGroup]:
     """Group the layers by (kv, NH, HS, BS, dtype), in order of each group's first layer.
 
-    Sizes that the metadata's groups state are hints for reading. Raises LayoutError when a layer has no reading or
+    Sizes that the metadata's groups state are hints for reading; without groups, those of the whole model are hints for
+    a cross-layer tensor, whose layers are all alike. Raises LayoutError when a layer has no reading or
     several, when the number of cache tensors is not the expected one, or when planes of one group differ in NB.
     """
     if isinstance(kvcaches, torch.Tensor):
-        layout, planes = discover(kvcaches, engine, hints)
+        NL, kv, _, NH, HS = metadata.kv_shape
+        known = metadata.layer_groups or [LayerGroup(tuple(range(NL)), kv, NH, HS, metadata.kv_dtype)]
+        stated = {"num_layers": sum(len(group.layer_indices) for group in known), **_stated(known[0])}
+        layout, planes = discover(kvcaches, engine, {**hints, **stated})
         layers = {index: (layout, row) for index, row in enumerate(planes)}
     else:
         tensors = list(kvcaches.values() if isinstance(kvcaches, Mapping) else kvcaches)
@@ -65,14 +69,16 @@ def _read_layers(
         alike.setdefault((tensor.shape, tensor.dtype, tensor.device, known.get(index)), []).append(index)
     layers: dict[int, tuple[Layout, tuple[torch.Tensor, ...]]] = {}
     for (_, _, _, group), members in alike.items():
-        stated = dict(hints)
-        if group is not None:
-            stated.update(use_mla=group.kv == 1, num_kv_heads=group.NH, head_dim=group.HS, dtype=group.dtype)
-            if group.BS is not None:
-                stated["tokens_per_block"] = group.BS
-        layout, planes = discover([tensors[index] for index in members], engine, stated)
+        stated = {} if group is None else _stated(group)
+        layout, planes = discover([tensors[index] for index in members], engine, {**hints, **stated})
         layers.update({index: (layout, row) for index, row in zip(members, planes, strict=True)})
     return layers
+
+
+def _stated(group: LayerGroup) -> dict[str, Any]:
+    """What a known group says about its layers' tensors, as hints."""
+    known = {"use_mla": group.kv == 1, "num_kv_heads": group.NH, "head_dim": group.HS, "dtype": group.dtype}
+    return known if group.BS is None else {**known, "tokens_per_block": group.BS}
 
 
 def _check_count(found: int, groups: Sequence[CacheGroup], metadata: LMCacheMetadata) -> None:

@@ -162,11 +162,12 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
                     f"connector has no rope to move its keys by; set connector.rope"
                 )
             old[start - first : end - first] = positions.cpu()
-        limit = min(int(old.min()), int(new.min())), max(int(old.max()), int(new.max()))
-        if self.rope is not None and not (limit[0] >= 0 and limit[1] < self.rope.max_position):
-            raise ArgumentError(
-                f"layer {layer}: positions {limit[0]}..{limit[1]} exceed the rotary table of {self.rope.max_position}"
-            )
+        if self.rope is not None and len(new):
+            least, most = int(min(old.min(), new.min())), int(max(old.max(), new.max()))
+            if least < 0 or most >= self.rope.max_position:
+                raise ArgumentError(
+                    f"layer {layer}: positions {least}..{most} exceed the rotary table of {self.rope.max_position}"
+                )
         return old, new
 
     def _buffer(self, call: LayerwiseCall) -> AbstractContextManager[torch.Tensor]:
