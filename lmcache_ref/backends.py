@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def register_backend(
     """
     if not name or name == AUTO:
         raise ArgumentError(f"a backend cannot be called {name!r}")
+    if isinstance(devices, str):
+        raise ArgumentError(f"devices must be a list of device types, got {devices!r}")
     with _lock:
         if name in BACKENDS:
             raise ArgumentError(f"backend {name!r} is already registered")
@@ -134,12 +137,12 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
     serves the device and can run.
     """
     explicit = name is not None
-    name = name or requested_backend()
+    name = requested_backend() if name is None else name
     if name == AUTO:
         return _choose(torch.device(device).type)
     backend = _find(name)
     if not explicit and not backend.serves(device):
-        raise BackendError(f"backend {name!r} serves {', '.join(backend.devices)}, the KV cache is on {device}")
+        raise _refusal(name, f"serves {', '.join(backend.devices)}, the KV cache is on {device}")
     return _load(backend)
 
 
@@ -153,37 +156,53 @@ def explain_backends(device: torch.device | str = "cpu") -> list[tuple[Backend, 
 def _why_not(backend: Backend, device: torch.device | str) -> str | None:
     if not backend.serves(device):
         return f"serves {', '.join(backend.devices)}, not {torch.device(device).type}"
-    return backend.unavailable()
+    return _cannot_run(backend)
+
+
+def _cannot_run(backend: Backend) -> str | None:
+    try:
+        return backend.unavailable()
+    except Exception as error:  # a guest's own failure is a reason like any other
+        return f"its check failed: {type(error).__name__}: {error}"
 
 
 def _choose(device_type: str) -> Operations:
     """The fastest backend for a device type; says once what it is and which faster ones cannot run."""
-    if device_type in _automatic:
-        return _automatic[device_type]
-    passed_over = []
-    for backend, why in explain_backends(device_type):
-        if not backend.serves(device_type):
-            continue
-        if why is None:
-            try:
-                operations = _load(backend)
-            except BackendError as error:  # found out only by loading it, a failed compilation say
-                why = str(error)
-        if why is not None:
-            passed_over.append(f"{backend.name}: {why}")
-            continue
-        faster = f"; faster ones cannot run: {'; '.join(passed_over)}" if passed_over else ""
-        level = logging.WARNING if passed_over else logging.INFO
-        logger.log(level, "%s: backend %r chosen automatically%s", device_type, backend.name, faster)
-        return _automatic.setdefault(device_type, operations)
-    raise BackendError(f"no backend serves {device_type}: {'; '.join(passed_over) or 'none is registered for it'}")
+    with _lock:
+        if device_type in _automatic:
+            return _automatic[device_type]
+        passed_over = []
+        for backend, why in explain_backends(device_type):
+            if not backend.serves(device_type):
+                continue
+            if why is None:
+                try:
+                    operations = _load(backend)
+                except BackendError as error:  # found out only by loading it, a failed compilation say
+                    why = str(error)
+            if why is not None:
+                passed_over.append(f"{backend.name}: {why}")
+                continue
+            faster = f"; faster ones cannot run: {'; '.join(passed_over)}" if passed_over else ""
+            level = logging.WARNING if passed_over else logging.INFO
+            logger.log(level, "%s: backend %r chosen automatically%s", device_type, backend.name, faster)
+            return _automatic.setdefault(device_type, operations)
+        raise BackendError(f"no backend serves {device_type}: {'; '.join(passed_over) or 'none is registered for it'}")
 
 
 def _find(name: str) -> Backend:
     _read_entry_points()
     if name not in BACKENDS:
-        raise BackendError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}, {AUTO}")
+        raise BackendError(f"unknown backend {name!r}; {_known()}")
     return BACKENDS[name]
+
+
+def _refusal(name: str, why: str) -> BackendError:
+    return BackendError(f"backend {name!r} {why}; {_known()}")
+
+
+def _known() -> str:
+    return f"known: {', '.join(BACKENDS)}, {AUTO}"
 
 
 def _load(backend: Backend) -> Operations:
@@ -192,19 +211,17 @@ def _load(backend: Backend) -> Operations:
     if found is not None:
         return found
     with _lock:
-        why = backend.unavailable()
+        why = _cannot_run(backend)
         if why is not None:
-            raise BackendError(f"backend {backend.name!r} cannot run here: {why}; known: {', '.join(BACKENDS)}")
+            raise _refusal(backend.name, f"cannot run here: {why}")
         try:
             source = importlib.import_module(backend.load) if isinstance(backend.load, str) else backend.load
             source = source() if callable(source) else source
-        except ImportError as error:
-            raise BackendError(f"backend {backend.name!r} cannot be loaded: {error}") from error
+        except Exception as error:  # an import, a missing library, a compilation: whatever it is, it is the reason
+            raise _refusal(backend.name, f"cannot be loaded: {type(error).__name__}: {error}") from error
         missing = [name for name in OPERATIONS if not callable(getattr(source, name, None))]
         if missing:
-            raise BackendError(
-                f"backend {backend.name!r} lacks {', '.join(missing)}; a backend brings all of {', '.join(OPERATIONS)}"
-            )
+            raise _refusal(backend.name, f"lacks {', '.join(missing)} of {', '.join(OPERATIONS)}")
         operations = {name: getattr(source, name) for name in OPERATIONS}
         return _loaded.setdefault(backend.name, Operations(backend.name, backend.stages, **operations))
 
@@ -221,8 +238,9 @@ def _read_entry_points() -> None:
                 point.load()()
             except Exception as error:  # any failure of a guest is its own, and is shown
                 reason = f"entry point {point.value} failed: {type(error).__name__}: {error}"
-                if point.name not in BACKENDS:
-                    register_backend(point.name, None, unavailable=functools.partial(str, reason), speed=-1)
+                name = point.value if point.name in (AUTO, *BACKENDS) else point.name
+                # nobody knows how fast it would have been: first in line, so that `auto` says it was passed over
+                register_backend(name, None, unavailable=functools.partial(str, reason), speed=sys.maxsize)
 
 
 def _reference() -> Any:
