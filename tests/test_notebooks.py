@@ -31,7 +31,7 @@ AGAIN = "run `python tests/test_notebooks.py`"
 MOST_CELLS = 26
 CELL_TIMEOUT_SECONDS = 240
 KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-MACHINE_PATH = re.compile(r"/(?:home|root|tmp|usr|opt|Users|work)/|site-packages|[A-Z]:\\\\")
+MACHINE_PATH = re.compile(r"""(?:^|[\s'"(=:])(?:/\w+/|[A-Z]:\\)|site-packages""")
 
 
 def read(path: Path) -> NotebookNode:
