@@ -6,12 +6,15 @@ No paged memory, no connector.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..rope import RotarySpec
 
 NL, QUERY_HEADS, NH, HS = 4, 4, 2, 64
 VOCABULARY = 512
@@ -84,12 +87,22 @@ def run_uninterrupted(seed: int, device: torch.device) -> Uninterrupted:
 def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
     """Logits `[VOCABULARY]` after the last of `tokens` `[1, T]`; `cache` grows by T."""
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # these products are too small to share: threads cost ten times what they save
-    try:
+    with threads(1):
         return model(tokens, use_cache=True, **{name: cache}).logits[0, -1]
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[int]:
+    """`number` CPU threads for torch; yields how many there were.
+
+    What the demo does itself is too small to share: threads cost ten times what they save.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield before
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def decode(model: Any, cache: Any, token: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -98,6 +111,30 @@ def decode(model: Any, cache: Any, token: torch.Tensor) -> Iterator[torch.Tensor
         logits = forward(model, token, cache)
         yield logits
         token = logits.argmax().view(1, 1)
+
+
+def rope_of(model: Any) -> RotarySpec:
+    """How the model rotates its keys: with cosines and sines that it rounds to the keys' dtype first."""
+    spec = RotarySpec.from_module(model.model.rotary_emb, is_neox=True)
+    return RotarySpec(spec.cos_sin_cache.to(DTYPE), spec.is_neox)
+
+
+@torch.no_grad()
+def rotated_again(model: Any, keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Keys `[T, NH, HS]` that the model rotated at positions `old`, as they are at `new`, in float64.
+
+    The model's own functions, nothing of this library: its rotation backwards at `old`, forwards at `new`.
+    """
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    def turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return apply_rotary_pos_emb(states, states, cos, sin)[1]
+
+    tables = [model.model.rotary_emb(keys, positions[None].to(keys.device)) for positions in (old, new)]
+    (old_cos, old_sin), (new_cos, new_sin) = [(cos.double(), sin.double()) for cos, sin in tables]
+    scale = (old_cos.square() + old_sin.square())[:, None]  # rounded cosines and sines do not lie on the circle
+    unrotated = turned(keys.double().transpose(0, 1)[None], old_cos, -old_sin) / scale
+    return turned(unrotated, new_cos, new_sin)[0].transpose(0, 1)
 
 
 def rows_of(cache: Any) -> Rows:

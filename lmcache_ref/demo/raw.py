@@ -30,11 +30,38 @@ class Raw(NamedTuple):
         def build(lengths: tuple[int, ...]) -> Any:
             if lengths:
                 return [build(lengths[1:]) for _ in range(lengths[0])]
-            tensor = torch.empty(self.shape, dtype=dtype, device=device)
-            tensor.view(torch.uint8).fill_(sentinel_byte)
-            return tensor
+            return filled(self.shape, sentinel_byte, dtype, device)
 
         return build(self.lists)
+
+
+class MixedRaw(NamedTuple):
+    """A list of one tensor a layer whose layers differ: `shapes` of each, `row` as in `Raw`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    row: Callable[[Any, int, int, int], torch.Tensor]
+
+    def allocate(self, sentinel_byte: int, dtype: torch.dtype, device: torch.device | str) -> list[torch.Tensor]:
+        """The engine's tensors, every byte `sentinel_byte`."""
+        return [filled(shape, sentinel_byte, dtype, device) for shape in self.shapes]
+
+
+def filled(shape: tuple[int, ...], sentinel_byte: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor whose bytes are all the same."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor.view(torch.uint8).fill_(sentinel_byte)
+    return tensor
+
+
+def mixed_raw(NL: int, NB: int, BS: int, NH: int, HS: int) -> MixedRaw:
+    """Even layers: K first, blocks of BS tokens. Odd layers: twice as many blocks of BS/2, each its K, then its V."""
+    short = BS // 2
+
+    def row(kv: Any, i: int, k: int, s: int) -> torch.Tensor:
+        return kv[i][s // short, k, s % short] if i % 2 else kv[i][k, s // BS, s % BS]
+
+    even, odd = (2, NB, BS, NH, HS), (2 * NB, 2, short, NH, HS)
+    return MixedRaw(tuple(odd if i % 2 else even for i in range(NL)), row)
 
 
 def raw_table(NL: int, NB: int, BS: int, NH: int, HS: int, C: int) -> dict[str, Raw]:
