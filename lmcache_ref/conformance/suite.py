@@ -120,6 +120,7 @@ class Bench:
     ):
         self.case, self.row, self.geometry = case, row, geometry
         self.backend, self.device, self.host = backend, device, host
+        self.host_slots = host or torch.device(device).type == "cpu"
         self.sizes = sizes.of(row)
         self.num_slots = self.sizes["nb"] * self.sizes["bs"]
         self.width_bytes = case.cache_dtype.itemsize
@@ -277,7 +278,7 @@ def _wrong_inputs(
 
     def slots(token: int, value: int) -> dict[str, Any]:
         # slots on a device are looked at there, while others are already being moved: so no other is named
-        others = [-1] * T if bench.device != "cpu" and not bench.host else list(scene.slots)
+        others = list(scene.slots) if bench.host_slots else [-1] * T
         others[token] = value
         return {"slots": bench.slots(others)}
 
