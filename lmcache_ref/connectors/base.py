@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -123,6 +123,32 @@ class ConnectorBase(GPUConnectorInterface):
                 self._in_flight.append((handle or Transfer(), list(objects)))
             self.reap()
         return handle
+
+    def run_all(
+        self, operation: str, plans: Iterable[TransferPlan], objects: Sequence[MemoryObj], how: str, **options: Any
+    ) -> None:
+        """`run` each plan, then `settle` all of them, also when one of them is refused."""
+        transfers: list[Transfer] = []
+        try:
+            for plan in plans:
+                transfers.append(self.run(operation, plan, objects, **options))
+        finally:
+            self.settle(transfers, how)
+
+    def settle(self, transfers: Iterable[Transfer], how: str) -> None:
+        """`wait` for or `synchronize` every transfer, then release the objects whose copies are done.
+
+        One that fails does not spare the others; the first error is raised at the end.
+        """
+        failed = None
+        for transfer in transfers:
+            try:
+                getattr(transfer, how)()
+            except Exception as error:
+                failed = failed or error
+        self.reap()
+        if failed is not None:
+            raise failed
 
     def reap(self) -> None:
         """Release the objects whose copies are done."""

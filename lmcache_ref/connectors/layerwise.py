@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..backends import Operations, get_backend
-from ..errors import ArgumentError, ChunkError
+from ..errors import ArgumentError, ChunkError, DtypeError
 from ..kv_cache import PagedKVCache
 from ..memory import MemoryFormat, MemoryObj
 from ..plan import TransferPlan, check_slot_values, validating
@@ -41,45 +41,40 @@ class LayerwiseCall:
             check_slot_values(self.cache, self.slots, spans, self.skip, duplicates=loading)
         connector.check_call(self, loading=loading)
 
-    def check(self, objects: Any, layer: int, *, loading: bool) -> None:
-        """The objects of one layer fit the spans. ChunkError names layer and object."""
+    def plan(self, objects: Any, layer: int, *, loading: bool) -> TransferPlan:
+        """One layer of all chunks, checked. ChunkError, DtypeError or ArgumentError name layer and object."""
         connector = self.connector
         try:
             check_objects(objects, self.starts, self.ends, connector.fmt, connector.get_shape, loading=loading)
-        except (ArgumentError, ChunkError) as error:
+            return TransferPlan.build(
+                self.cache,
+                self.slots,
+                objects,
+                fmt=connector.fmt,
+                layers=layer,
+                starts=self.starts,
+                skip_prefix_n_tokens=self.skip,
+            )
+        except (ArgumentError, ChunkError, DtypeError) as error:
             raise type(error)(f"layer {layer}: {error}") from None
 
-    def checked(self, objects: Sequence[MemoryObj] | None, layer: int) -> Sequence[MemoryObj]:
+    def sent(self, objects: Sequence[MemoryObj] | None) -> Sequence[MemoryObj]:
         """The list a caller sent for one layer; without chunks there is nothing to send."""
-        objects = objects if objects is not None or self.starts else []
-        self.check(objects, layer, loading=True)
-        return objects or []
+        return [] if objects is None and not self.starts else objects  # type: ignore[return-value]
 
-    def move(self, operation: str, layer: int, objects: Sequence[MemoryObj]) -> None:
+    def move(self, operation: str, plan: TransferPlan, objects: Sequence[MemoryObj]) -> None:
         """Start moving one layer of all chunks; the transfer is pending until `settle`."""
-        plan = TransferPlan.build(
-            self.cache,
-            self.slots,
-            objects,
-            fmt=self.connector.fmt,
-            layers=layer,
-            starts=self.starts,
-            skip_prefix_n_tokens=self.skip,
-        )
         self.pending.append(self.connector.run(operation, plan, objects, backend=self.backend))
 
     def settle(self, how: str, keep: int = 0) -> None:
         """`wait` for or `synchronize` all pending transfers but the `keep` newest, oldest first."""
-        while len(self.pending) > keep:
-            getattr(self.pending.pop(0), how)()
-        self.connector.reap()
+        count = max(0, len(self.pending) - keep)
+        ready, self.pending = self.pending[:count], self.pending[count:]
+        self.connector.settle(ready, how)
 
     def abandon(self) -> None:
         """On every way out: no transfer of this call is left running over buffers or objects."""
-        pending, self.pending = self.pending, []
-        for transfer in pending:
-            transfer.synchronize()
-        self.connector.reap()
+        self.settle("synchronize")
 
 
 class LayerwiseConnector(PagedConnector):
@@ -136,11 +131,10 @@ class LayerwiseConnector(PagedConnector):
         if not isinstance(memory_objs, Sequence) or len(memory_objs) != self.num_layers:
             given = len(memory_objs) if isinstance(memory_objs, Sequence) else type(memory_objs).__name__
             raise ChunkError(f"memory_objs must be one list for each of the {self.num_layers} layers, got {given}")
-        for layer, objects in enumerate(memory_objs):
-            call.check(objects, layer, loading=False)
+        plans = [call.plan(objects, layer, loading=False) for layer, objects in enumerate(memory_objs)]
         try:
-            for layer, objects in enumerate(memory_objs):
-                call.move("gather", layer, objects)
+            for plan, objects in zip(plans, memory_objs, strict=True):
+                call.move("gather", plan, objects)
                 for obj, start, end in zip(objects, starts, ends, strict=True):
                     self.describe(obj, start, end)
                 if sync:
@@ -161,8 +155,8 @@ class LayerwiseConnector(PagedConnector):
         call = LayerwiseCall(self, starts, ends, kwargs, loading=True)
         try:
             for layer in range(self.num_layers):
-                objects = call.checked((yield), layer)
-                call.move("scatter", layer, objects)
+                objects = call.sent((yield))
+                call.move("scatter", call.plan(objects, layer, loading=True), objects)
                 if sync:
                     call.settle("wait", keep=1)
             yield

@@ -83,11 +83,15 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
             buffers = [stack.enter_context(self._buffer(call)) for _ in range(2 if self.use_double_buffer else 1)]
             stack.callback(call.abandon)  # runs first: no transfer is left over a returned buffer
             for layer in range(self.num_layers):
-                objects = call.checked((yield), layer)
+                objects = call.sent((yield))
+                call.plan(
+                    objects, layer, loading=True
+                )  # for its checks; the objects go to the buffer, not to the slots
                 old, new = self._positions(objects, call, layer)
                 buffer = buffers[layer % len(buffers)]
                 if not self.use_double_buffer:
                     self._write_back(call)
+                    call.settle("wait")  # before the one buffer takes the next layer
                 self._bring(call, objects, buffer)
                 self._write_back(call)
                 call.settle("wait")

@@ -107,8 +107,7 @@ class VLLMPagedMemGPUConnectorV3(ConnectorBase):
     ) -> None:
         """Load chunks: one backend call for each group. Writes slots, except skipped ones."""
         plans = self._plans(memory_objs, starts, ends, kwargs, loading=True)
-        for transfer in [self.run("scatter", plan, memory_objs or ()) for plan in plans]:
-            transfer.wait()
+        self.run_all("scatter", plans, memory_objs or (), "wait")
 
     @nvtx
     def batched_from_gpu(
@@ -116,8 +115,7 @@ class VLLMPagedMemGPUConnectorV3(ConnectorBase):
     ) -> None:
         """Store chunks: one backend call for each group. Writes the objects and their format."""
         plans = self._plans(memory_objs, starts, ends, kwargs, loading=False)
-        for transfer in [self.run("gather", plan, memory_objs) for plan in plans]:
-            transfer.synchronize()
+        self.run_all("gather", plans, memory_objs, "synchronize")
         for obj in memory_objs:
             obj.metadata.fmt = self.fmt
 

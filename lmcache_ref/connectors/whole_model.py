@@ -52,7 +52,7 @@ class WholeModelConnector(PagedConnector):
         below `vllm_cached_tokens`)."""
         offset = self.first_mapped_token(kwargs)
         plan = self._plan(memory_objs, starts, ends, kwargs, offset, loading=True)
-        self.run("scatter", plan, memory_objs or (), staging_tokens=self.chunk_size).wait()
+        self.run_all("scatter", [plan], memory_objs or (), "wait", staging_tokens=self.chunk_size)
 
     @nvtx
     def batched_from_gpu(
@@ -60,7 +60,7 @@ class WholeModelConnector(PagedConnector):
     ) -> None:
         """Store chunks in any order, with gaps. Writes the objects, except rows of negative slot, and their format."""
         plan = self._plan(memory_objs, starts, ends, kwargs, 0, loading=False)
-        self.run("gather", plan, memory_objs, staging_tokens=self.chunk_size).synchronize()
+        self.run_all("gather", [plan], memory_objs, "synchronize", staging_tokens=self.chunk_size)
         for obj in memory_objs:
             obj.metadata.fmt = self.fmt
 
