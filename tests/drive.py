@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from helpers import addressed, untouched, words
 
+from helpers import addressed, untouched, words
 from lmcache_ref.connectors import (
     MockGPUConnector,
     SGLangGPUConnector,

@@ -1,17 +1,19 @@
 """Every connector x every layout its engine hands out x chunk pattern x staging, storing and loading, and the skipped prefix.
 
-Whole buffers are compared, engine and pool, what must stay included. What is expected comes from `drive.py`.
+Whole buffers are compared, engine and pool, what must stay included. What is expected comes from `drive.py`. Staging is
+the connector's own on the reference; everything else runs on the backend that is asked for.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+
 from drive import CONNECTORS, Bench, accepted_layouts
 from helpers import assert_same
-
 from lmcache_ref.backends import register_backend, unregister_backend, use_backend
 from lmcache_ref.rope import rerotate
 from lmcache_ref.transfer import reference_gather, reference_scatter
@@ -62,6 +64,14 @@ def case_id(name, layout, use_gpu, pattern):
     return f"{name}-{layout.name}-{'staged' if use_gpu else 'direct'}-{pattern}"
 
 
+@pytest.fixture(autouse=True)
+def the_connector_stages(request):
+    """Where a case is staged, by the connector: a backend may bring its own staging, the reference does not."""
+    callspec = getattr(request.node, "callspec", None)
+    with use_backend("reference") if callspec and callspec.params.get("use_gpu") else nullcontext():
+        yield
+
+
 @pytest.mark.parametrize(("name", "layout", "use_gpu", "pattern"), CASES, ids=[case_id(*case) for case in CASES])
 def test_store_and_load(name, layout, use_gpu, pattern):
     spans = PATTERNS[pattern]
@@ -94,6 +104,28 @@ def compare_engine(bench: Bench, logical: torch.Tensor, when: str) -> None:
     __tracebackhide__ = True
     for number, (flat, wanted) in enumerate(zip(bench.engine, bench.engine_holding(logical), strict=True)):
         assert_same(flat, wanted, f"the engine's buffer {number} {when}")
+
+
+@pytest.mark.parametrize("name", [name for name in CONNECTORS if name != "mock"])
+@pytest.mark.parametrize("use_gpu", [False, True], ids=["direct", "staged"])
+def test_objects_of_one_call_may_be_fp8_or_its_storage(name, use_gpu):
+    """Every code survives, whichever dtype comes first."""
+    fp8, raw = torch.float8_e4m3fn, torch.uint8
+    spans = PATTERNS["aligned"][:2]
+    for of_cache, of_objects in ((fp8, (fp8, raw)), (fp8, (raw, fp8)), (raw, (raw, fp8)), (raw, (fp8, raw))):
+        bench = Bench(name, use_gpu=use_gpu, dtype=of_cache)
+        objects = bench.allocate(spans)
+        for row in objects:
+            for obj, dtype in zip(row, of_objects, strict=True):
+                obj.metadata.dtypes = [dtype]
+        cache, blank = bench.cache_values(), bench.request_values(len(SLOTS)).fill_(bench.untouched_cache().view(-1)[0])
+        bench.put_engine(cache)
+        bench.store(objects, spans, torch.tensor(SLOTS))
+        stored = bench.stored(cache, blank, spans, SLOTS)
+        assert_same(bench.allocator.pool, bench.pool_holding(objects, stored, spans), "the pool after a store")
+        bench.put_engine(bench.untouched_cache())
+        bench.load(objects, spans, torch.tensor(SLOTS))
+        compare_engine(bench, bench.loaded(bench.untouched_cache(), stored, spans, SLOTS), "after a load")
 
 
 @pytest.mark.parametrize("name", ["V2", "V3"])
@@ -143,7 +175,7 @@ class Broken:
 def test_a_wrong_connector_is_seen(fault):
     register_backend("broken", Broken(fault))
     try:
-        with use_backend("broken"), pytest.raises(AssertionError, match="the engine's buffer|the pool after"):
+        with use_backend("broken"), pytest.raises(AssertionError, match=r"the engine.s buffer|the pool after"):
             test_store_and_load("V2", accepted_layouts("V2")[0], False, "ragged")
     finally:
         unregister_backend("broken")

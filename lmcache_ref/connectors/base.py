@@ -186,7 +186,7 @@ def parts(plan: TransferPlan, buffer: torch.Tensor) -> Iterator[tuple[TransferPl
     for span in plan.spans:
         for start in range(span.start, span.end, tokens):
             end = min(start + tokens, span.end)
-            stage = buffer[:, :, : end - start]
+            stage = buffer[:, :, : end - start].view(span.chunk.dtype)  # fp8 or its uint8 storage; nothing is converted
             home = span.chunk[:, :, start - span.start : end - span.start]
             yield replace(plan, spans=(ChunkSpan(stage, start, end),)), home, stage
 
