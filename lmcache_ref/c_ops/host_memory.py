@@ -148,7 +148,7 @@ def _anonymous(size: int) -> mmap.mmap:
     if not checked_count("size", size):
         raise ArgumentError("size: 0; at least one byte is needed")
     try:
-        return mmap.mmap(-1, size)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise BackendError(f"size: {size} bytes of host memory cannot be mapped: {error}") from error
 
