@@ -93,6 +93,7 @@ class ConnectorBase(GPUConnectorInterface):
 
     # ------------------------------------------------------------------------------------------ the move
 
+    @nvtx
     def run(
         self,
         operation: str,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..layouts import LAYOUTS
 from ..metadata import EngineType, LMCacheMetadata
 from ..rope import RotarySpec
 from .interface import GPUConnectorInterface
@@ -64,26 +65,34 @@ def CreateGPUConnector(
 
 
 def refuse_combination(engine: EngineType, on: frozenset[str], metadata: LMCacheMetadata) -> None:
-    """ArgumentError for a combination of engine and flags that no connector serves."""
-    blending = "enable_blending" in on
+    """ArgumentError for a combination that no connector serves: everything that is wrong, and what to change."""
+    served = frozenset[str]().union(*(flags for known, flags in CONNECTORS if known is engine), {"enable_pd"})
+    blending, v3 = "enable_blending" in (on & served), "use_gpu_connector_v3" in (on & served)
+    rows = [row for row in LAYOUTS.values() if CONNECTORS[engine, frozenset()].engine in row.engines]
     reasons = [
+        *(
+            (True, f"no connector of {engine.value} has {flag}", f"turn {flag} off")
+            for flag in FLAGS
+            if flag in on - served
+        ),
         (blending and "use_layerwise" not in on, "enable_blending needs use_layerwise", "turn use_layerwise on"),
-        (blending and "enable_pd" in on, "blending works in a buffer, enable_pd has none", "turn one of them off"),
-        (blending and metadata.use_mla, "MLA rows hold no keys to re-rotate", "turn enable_blending off"),
         (
-            {"use_gpu_connector_v3", "use_layerwise"} <= on,
-            "V3 moves all layers at once",
-            "turn use_gpu_connector_v3 or use_layerwise off",
+            blending and "enable_pd" in on,
+            "enable_pd has no buffer to blend in",
+            "turn enable_blending or enable_pd off",
+        ),
+        (blending and metadata.use_mla, "MLA rows hold no keys to re-rotate", "turn enable_blending off"),
+        (v3 and (blending or "use_layerwise" in on), "V3 moves all layers at once", "turn use_gpu_connector_v3 off"),
+        (
+            metadata.use_mla and not any(row.is_mla for row in rows),
+            f"no layout of {engine.value} with MLA is known",
+            "use a model without MLA, or add the layout's row with register_layout()",
         ),
     ]
-    for applies, why, change in reasons:
-        if applies:
-            raise ArgumentError(f"{engine.value} with {_names(on)}: {why}; {change}")
-    if (engine, on - {"enable_pd"}) not in CONNECTORS:
-        served = [_names(flags) for known, flags in CONNECTORS if known is engine]
-        raise ArgumentError(
-            f"{engine.value} with {_names(on)}: no connector does that; {engine.value} can have: {'; '.join(served)}"
-        )
+    wrong = [f"{why}: {change}" for applies, why, change in reasons if applies]
+    if wrong:
+        model = " and an MLA model" if metadata.use_mla else ""
+        raise ArgumentError(f"{engine.value} with {_names(on)}{model}: {'; '.join(wrong)}")
 
 
 def _names(flags: frozenset[str]) -> str:

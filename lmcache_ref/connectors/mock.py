@@ -15,16 +15,17 @@ class MockGPUConnector(VLLMPagedMemGPUConnectorV2):
     """`VLLMPagedMemGPUConnectorV2` over pages it owns: `kvcaches`, one `[2, NB, BS, NH, HS]` (MLA `[NB, BS, HS]`) a layer.
 
     `kvcaches` and `slot_mapping` may be left out of every call: its own pages, and token t in slot t. num_blocks,
-    block_size: how large its pages are.
+    block_size: how large its pages are (block_size: else the hint `tokens_per_block`, else 16).
     """
 
     def __init__(
-        self, *args: Any, num_heads: int = 1, num_blocks: int = 64, block_size: int = 16, **options: Any
+        self, *args: Any, num_heads: int = 1, num_blocks: int = 64, block_size: int | None = None, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         if self.hidden_dim_size % num_heads:
             raise ArgumentError(f"hidden_dim_size {self.hidden_dim_size} does not divide by num_heads {num_heads}")
         head_size = self.hidden_dim_size // num_heads
+        block_size = block_size or self.layout_hints.get("tokens_per_block", 16)
         shape = (
             (num_blocks, block_size, head_size) if self.use_mla else (2, num_blocks, block_size, num_heads, head_size)
         )
