@@ -51,7 +51,7 @@ class ConnectorBase(GPUConnectorInterface):
 
     def __init__(self) -> None:
         self.buffers = DeviceBuffers()
-        self._known: tuple[tuple[int, ...], list[torch.Tensor], Any] | None = None  # nesting, tensors, what was read
+        self._known: tuple[Any, list[torch.Tensor], Any] | None = None  # nesting and addresses, tensors, what was read
         self._in_flight: list[tuple[Transfer, list[MemoryObj]]] = []
         self._lock = threading.Lock()  # one thread may store while another loads
 
@@ -74,8 +74,9 @@ class ConnectorBase(GPUConnectorInterface):
                 raise ArgumentError("kvcaches is missing, and none was given before")
             return known[2]
         leaves, nesting = flatten(kvcaches)
-        if known is None or nesting != known[0] or not all(a is b for a, b in zip(leaves, known[1], strict=True)):
-            known = self._known = (nesting, leaves, self.read_engine(kvcaches))
+        where = (nesting, [leaf.data_ptr() for leaf in leaves])  # the same tensor may have been given other memory
+        if known is None or where != known[0] or not all(a is b for a, b in zip(leaves, known[1], strict=True)):
+            known = self._known = (where, leaves, self.read_engine(kvcaches))
         return known[2]
 
     def slot_mapping(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
