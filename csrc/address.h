@@ -25,7 +25,7 @@ struct Plane {
     i64 head_stride_bytes;
 };
 
-// A chunk `[TWO, NL, T, NH*HS]` from its first moved token on; a token's heads are contiguous.
+// A chunk `[TWO, NL, T, NH*HS]` from its first moved token on (it has one); a token's heads are contiguous.
 struct Chunk {
     u64 address;
     i64 kv_stride_bytes;
@@ -84,7 +84,7 @@ LMC_SHARED const Chunk* chunk_of_tile(const Move& move, i64 tile) {
     return move.chunks + low;
 }
 
-// Items are numbered in the order of a chunk's memory: chunk, kv, layer, tile. Empty chunks hold no item.
+// Items are numbered in the order of a chunk's memory: chunk, kv, layer, tile.
 LMC_SHARED Item item_at(const Move& move, i64 index) {
     const i64 planes = move.num_layers * move.kv_size;
     const Chunk& chunk = *chunk_of_tile(move, index / planes);

@@ -83,7 +83,6 @@ void move_item(const Move& move, const Item& item, bool scatter, bool stream) {
 i64 first_bad_token(const Move& move) {
     for (i64 c = 0; c < move.num_chunks; ++c) {
         const Chunk& chunk = move.chunks[c];
-        if (chunk.num_tokens == 0) continue;
         const i64 first = chunk.first_token / move.tokens_per_id;
         const i64 last = (chunk.first_token + chunk.num_tokens - 1) / move.tokens_per_id;
         i64 greatest = -1;

@@ -55,11 +55,15 @@ class PlaneTable:
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """The moved part of every chunk; `words` is `[chunks, WORDS_PER_CHUNK]`, in the order of the struct Chunk."""
+    """The moved part of every chunk that has one; `words` is `[num_chunks, WORDS_PER_CHUNK]`, as in the struct Chunk."""
 
     words: array[int]
     granule_bytes: int
     num_tiles: int
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.words) // WORDS_PER_CHUNK
 
 
 def plane_table(planes: Planes) -> PlaneTable:
@@ -120,7 +124,7 @@ class PlaneTables:
 
 
 def chunk_table(plan: TransferPlan, tile_tokens: int) -> ChunkTable:
-    """The table of the plan's chunks, each from its first token after the skipped prefix on."""
+    """The plan's chunks, each from its first token after the skipped prefix on; those without such a token are left out."""
     words = array("q")
     granule_bytes = first_tile = 0
     for span in plan.spans:
@@ -130,6 +134,8 @@ def chunk_table(plan: TransferPlan, tile_tokens: int) -> ChunkTable:
         kv_stride, layer_stride, token_stride = chunk.stride()[:3]
         skipped = min(max(0, plan.skip_prefix_n_tokens - span.start), num_tokens)
         num_moved = num_tokens - skipped
+        if num_moved == 0:
+            continue
         strides = (
             kv_stride * element_bytes if two > 1 else 0,
             layer_stride * element_bytes if num_layers > 1 else 0,
@@ -158,7 +164,7 @@ def describe_move(
         planes=planes.words.buffer_info()[0] + first_layer * kv_size * WORDS_PER_PLANE * planes.words.itemsize,
         chunks=chunks.words.buffer_info()[0],
         ids=ids.data_ptr(),
-        num_chunks=len(plan.spans),
+        num_chunks=chunks.num_chunks,
         num_tiles=chunks.num_tiles,
         num_layers=len(plan.planes),
         kv_size=kv_size,
@@ -170,4 +176,29 @@ def describe_move(
         piece_bytes=planes.piece_bytes,
         tile_tokens=tile_tokens,
         lanes_per_row=1,
+    )
+
+
+def describe_rotation(
+    keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, table: torch.Tensor, is_neox: bool
+) -> ctypes.Structure:
+    """The struct Rotation of keys `[T, NH, HS]`, positions int64 `[T]` (contiguous) and a table
+    `[max_position, rotary_dim]` with contiguous rows. It holds addresses: keep the tensors alive as long as it is used."""
+    max_position, rotary_dim = table.shape
+    token_stride, head_stride, dim_stride = (stride * keys.element_size() for stride in keys.stride())
+    return Rotation(
+        keys_address=keys.data_ptr(),
+        token_stride_bytes=token_stride,
+        head_stride_bytes=head_stride,
+        dim_stride_bytes=dim_stride,
+        old_positions=old.data_ptr(),
+        new_positions=new.data_ptr(),
+        table_address=table.data_ptr(),
+        table_row_stride_bytes=table.stride(0) * table.element_size(),
+        max_position=max_position,
+        num_tokens=keys.shape[0],
+        num_heads=keys.shape[1],
+        num_pairs=rotary_dim // 2,
+        pair_stride_dims=1 if is_neox else 2,
+        partner_stride_dims=rotary_dim // 2 if is_neox else 1,
     )

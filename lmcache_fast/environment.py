@@ -1,4 +1,6 @@
-"""Every environment variable this package reads, and where its files are. Nothing here caches: a change counts at once."""
+"""The environment variables that this package reads for itself, and where its files are. Which backend runs and what is
+validated, lmcache_ref reads. Nothing here is cached: a change counts at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from pathlib import Path
 from lmcache_ref.errors import BackendError
 
 CACHE_FOLDER = "LMCACHE_FAST_CACHE"
-VALIDATE = "LMCACHE_VALIDATE"
 
 
 def cache_folder() -> Path:
@@ -17,11 +18,6 @@ def cache_folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache") / "lmcache_fast"
-
-
-def validation_is_on() -> bool:
-    """Whether optional checks run: `LMCACHE_VALIDATE` is set to anything but 0 or nothing."""
-    return os.environ.get(VALIDATE, "").strip() not in ("", "0")
 
 
 def source_folder() -> Path:

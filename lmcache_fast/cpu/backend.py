@@ -12,12 +12,12 @@ import torch
 
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import BackendError
-from lmcache_ref.plan import TransferPlan, check_slots
+from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
 
-from ..descriptors import PlaneTables, Rotation, chunk_table, describe_move
-from ..environment import source_folder, validation_is_on
+from ..descriptors import PlaneTables, chunk_table, describe_move, describe_rotation
+from ..environment import source_folder
 from .compile import load_library
 
 TILE_TOKENS = 256  # of one plane, moved by one thread at a stretch
@@ -47,7 +47,7 @@ class CpuBackend:
 
     def scatter(self, plan: TransferPlan) -> Transfer:
         """Chunks to engine; see `lmcache_ref.scatter`. Duplicate slots are looked for under LMCACHE_VALIDATE=1."""
-        if validation_is_on():
+        if validating():
             check_slots(plan, duplicates=True)
         self._transfer(_with_host_chunks(plan), scatter=True)
         return Transfer()
@@ -62,24 +62,7 @@ class CpuBackend:
         new = spec._checked_positions("new_positions", new_positions, keys, rope).contiguous()
         table = rope.cos_sin_cache.detach().cpu()
         table = table if table.stride(1) == 1 else table.contiguous()
-        num_pairs = rope.rotary_dim // 2
-        strides = [stride * keys.element_size() for stride in keys.stride()]
-        rotation = Rotation(
-            keys_address=keys.data_ptr(),
-            token_stride_bytes=strides[0],
-            head_stride_bytes=strides[1],
-            dim_stride_bytes=strides[2],
-            old_positions=old.data_ptr(),
-            new_positions=new.data_ptr(),
-            table_address=table.data_ptr(),
-            table_row_stride_bytes=table.stride(0) * table.element_size(),
-            max_position=rope.max_position,
-            num_tokens=keys.shape[0],
-            num_heads=keys.shape[1],
-            num_pairs=num_pairs,
-            pair_stride_dims=1 if rope.is_neox else 2,
-            partner_stride_dims=num_pairs if rope.is_neox else 1,
-        )
+        rotation = describe_rotation(keys, old, new, table, rope.is_neox)
         types = TYPE_NUMBERS[keys.dtype], TYPE_NUMBERS[table.dtype]
         bad_token = self._rotate(ctypes.byref(rotation), *types, _threads(keys.numel() * keys.element_size()))
         if bad_token >= 0:
@@ -88,11 +71,11 @@ class CpuBackend:
 
     def _transfer(self, plan: TransferPlan, scatter: bool) -> None:
         _require_host("the KV cache", plan.cache.device)
-        if plan.num_tokens == 0:
+        chunks = chunk_table(plan, TILE_TOKENS)
+        if chunks.num_tiles == 0:
             return
         slots = plan.slots.cpu().contiguous()
         planes, first_layer = self._plane_tables.find(plan)
-        chunks = chunk_table(plan, TILE_TOKENS)
         move = describe_move(plan, slots, planes, first_layer, chunks, TILE_TOKENS)
         num_bytes = plan.num_bytes
         streams = num_bytes >= STREAM_BYTES

@@ -1,0 +1,75 @@
+"""The CUDA kernels run on the host, thread after thread (`cuda_on_host.cpp`); the test chooses every launch setting."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lmcache_fast.cpu.backend import TYPE_NUMBERS
+from lmcache_fast.cpu.compile import load_library
+from lmcache_fast.descriptors import chunk_table, describe_move, describe_rotation, plane_table, vector_bytes
+from lmcache_fast.environment import source_folder
+from lmcache_ref.plan import TransferPlan
+from lmcache_ref.rope import RotarySpec
+
+HERE = Path(__file__).parent
+NO_BAD_TOKEN = (1 << 64) - 1
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    csrc = source_folder()
+    content = [HERE / "cuda_on_host.h", *sorted(csrc.glob("*.h")), *sorted(csrc.glob("*.cu"))]
+    include = ["-I", str(csrc), "-I", str(HERE)]
+    loaded = load_library("cuda_on_host", [HERE / "cuda_on_host.cpp"], content, include)
+    for function in (loaded.launch_move, loaded.launch_rotate):
+        function.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
+    loaded.launch_move.restype = ctypes.c_int64
+    loaded.launch_rotate.restype = None
+    return loaded
+
+
+@dataclass
+class Launch:
+    """How a move is launched. width_bytes: None is the widest the batch allows. ids: None are the plan's slots."""
+
+    width_bytes: int | None = None
+    lanes_per_row: int = 8
+    tile_tokens: int = 4
+    blocks: int = 3
+    threads: int = 64
+    block_ids: torch.Tensor | None = None
+
+    def move(self, plan: TransferPlan, direction: str) -> tuple[int, int]:
+        """Run the kernel. Returns the count of misaligned vectors and the word for the first bad token."""
+        planes = plane_table(plan.planes)
+        chunks = chunk_table(plan, self.tile_tokens)
+        ids = plan.slots if self.block_ids is None else self.block_ids
+        move = describe_move(plan, ids, planes, 0, chunks, self.tile_tokens)
+        if self.block_ids is not None:
+            move.num_ids, move.tokens_per_id = plan.cache.num_blocks, plan.cache.block_size
+        bad_token = array("Q", [NO_BAD_TOKEN])
+        move.bad_token = bad_token.buffer_info()[0]
+        move.lanes_per_row = self.lanes_per_row
+        width_bytes = vector_bytes(planes, chunks) if self.width_bytes is None else self.width_bytes
+        arguments = int(direction == "scatter"), width_bytes.bit_length() - 1, self.blocks, self.threads
+        misaligned = library().launch_move(ctypes.byref(move), *arguments)
+        return misaligned, bad_token[0]
+
+
+def rotate(
+    keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, rope: RotarySpec, bad: list[int] | None = None
+) -> None:
+    """Run the rotation kernel; `bad` receives the word for the first bad token."""
+    table = rope.cos_sin_cache
+    rotation = describe_rotation(keys, old, new, table, rope.is_neox)
+    bad_token = array("Q", [NO_BAD_TOKEN])
+    rotation.bad_token = bad_token.buffer_info()[0]
+    library().launch_rotate(ctypes.byref(rotation), TYPE_NUMBERS[keys.dtype], TYPE_NUMBERS[table.dtype], 2, 96)
+    if bad is not None:
+        bad.append(bad_token[0])

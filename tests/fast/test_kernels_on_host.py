@@ -1,0 +1,178 @@
+"""The text of csrc/*.cu against the specification, without a GPU: every vector width, lane count, tile and grid.
+
+What only a GPU can show (streams, speed, that NVRTC takes the text) is in `test_cuda_backend.py`; that nvcc takes it for
+each architecture is here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+
+import pytest
+import torch
+from emulated import NO_BAD_TOKEN, Launch, rotate
+from hypothesis import given
+from hypothesis import strategies as st
+from rotations import KEY_DTYPES, ROTARY_DIMS, STRIDES, compare, positions, storage, table
+from strided import FORMATS, GEOMETRIES, REQUEST, ROWS, Case, Request, Sizes, World, assert_same_worlds
+
+from lmcache_fast.environment import source_folder
+from lmcache_ref import rope as spec
+from lmcache_ref.backends import get_backend
+from lmcache_ref.rope import RotarySpec
+
+DIRECTIONS = ("gather", "scatter")
+REFERENCE = get_backend("reference")
+
+
+def compare_move(case: Case, direction: str, launch: Launch) -> None:
+    worlds = [World(case, gathers=direction == "gather") for _ in range(2)]
+    assert launch.move(worlds[0].plan(), direction) == (0, NO_BAD_TOKEN), "misaligned vectors, bad token"
+    getattr(REFERENCE, direction)(worlds[1].plan())
+    assert_same_worlds(*worlds, f"{direction} {launch} {case}")
+
+
+# ------------------------------------------------------------------------------------------------ the move
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_any_strides_at_the_widest_vector(geometry, direction):
+    for (NH, HS, dtype), chunk_format, chunk_pad in itertools.product(ROWS, FORMATS.values(), (0, 3)):
+        sizes = Sizes(3, chunk_format.planes, 7, 3, NH, HS)
+        case = Case(sizes, dtype, GEOMETRIES[geometry], chunk_format, REQUEST, chunk_pad)
+        compare_move(case, direction, Launch())
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("lanes_per_row", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("width_bytes", [1, 2, 4, 8, 16])
+def test_every_width_and_lane_count(width_bytes, lanes_per_row, direction):
+    """Heads together and apart; rows of a few vectors and of many; tiles and grids that do not divide the work."""
+    for geometry, (tile_tokens, blocks, threads) in itertools.product(
+        ("nhd", "hnd"), ((1, 1, 32), (3, 2, 64), (256, 5, 256))
+    ):
+        case = Case(Sizes(2, 2, 7, 4, 3, 32), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], REQUEST)
+        compare_move(case, direction, Launch(width_bytes, lanes_per_row, tile_tokens, blocks, threads))
+
+
+def test_a_vector_too_wide_is_noticed():
+    """The checker's own test: 16 bytes where addresses allow 2."""
+    case = Case(Sizes(2, 2, 7, 4, 1, 32), torch.bfloat16, GEOMETRIES["off_by_one"], FORMATS["KV_2LTD"], REQUEST)
+    misaligned, _ = Launch(width_bytes=16).move(World(case, gathers=True).plan(), "gather")
+    assert misaligned > 0
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=9),
+    skip=st.integers(0, 70),
+    tile_tokens=st.integers(1, 9),
+    direction=st.sampled_from(DIRECTIONS),
+    slots=st.permutations([*range(63), *[-1] * 6]),
+)
+def test_ragged_chunks_and_tiles(spans, skip, tile_tokens, direction, slots):
+    taken = 0
+    apart = []
+    for start, length in sorted(spans):  # chunks may not share a token: a slot is written once
+        if start >= taken:
+            apart.append((start, start + length))
+            taken = start + length
+    request = Request(tuple(slots), tuple(apart), skip)
+    case = Case(Sizes(2, 2, 9, 7, 2, 8), torch.bfloat16, GEOMETRIES["fused"], FORMATS["KV_2LTD"], request)
+    compare_move(case, direction, Launch(tile_tokens=tile_tokens))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("slot", [21, 1 << 31, (1 << 32) + 1, (1 << 63) - 1])
+def test_slots_out_of_range_are_skipped_and_the_first_is_named(slot, direction):
+    slots = list(REQUEST.slots)
+    slots[4] = slots[9] = slot
+    bad, good = (
+        Case(
+            Sizes(2, 2, 7, 3, 2, 8),
+            torch.bfloat16,
+            GEOMETRIES["hnd"],
+            FORMATS["KV_2LTD"],
+            Request(tuple(-1 if skips and s == slot else s for s in slots), REQUEST.spans, REQUEST.skip),
+        )
+        for skips in (False, True)
+    )
+    world, expected = World(bad, direction == "gather"), World(good, direction == "gather")
+    assert Launch().move(world.plan(), direction) == (0, 4)
+    getattr(REFERENCE, direction)(expected.plan())
+    assert_same_worlds(world, expected, f"slot {slot}")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("BS", [3, 4])
+def test_block_ids(BS, direction):
+    """Ids of whole blocks mean the slots of their tokens, negative ones nothing; one that is out of range is the first bad
+    token, though its product with BS fits into 64 bits as a slot."""
+    block_ids = [5, -1, 2, 6]
+    slots = tuple(-1 if block < 0 else block * BS + offset for block in block_ids for offset in range(BS))
+    request = Request(slots, ((1, BS), (BS, 4 * BS - 1)))
+    case = Case(Sizes(2, 2, 7, BS, 2, 8), torch.bfloat16, GEOMETRIES["nhd"], FORMATS["KV_2LTD"], request)
+    compare_move(case, direction, Launch(block_ids=torch.tensor(block_ids)))
+    wraps = (1 << 64) // 4 if BS == 4 else 7
+    world = World(case, direction == "gather")
+    bad_ids = torch.tensor([5, 2, wraps, 6])
+    assert Launch(block_ids=bad_ids).move(world.plan(), direction) == (0, 2 * BS)
+
+
+# ------------------------------------------------------------------------------------------------ the re-rotation
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("table_dtype", KEY_DTYPES, ids=str)
+@pytest.mark.parametrize("key_dtype", KEY_DTYPES, ids=str)
+def test_rotation_bits(key_dtype, table_dtype, is_neox):
+    for strides, rotary_dim in itertools.product(STRIDES, ROTARY_DIMS):
+        rope = RotarySpec(table(rotary_dim, table_dtype), is_neox)
+        assert compare(rotate, spec.rerotate, strides, key_dtype, rope) > 0
+
+
+def test_rotation_skips_what_cannot_be_rotated_and_names_the_first():
+    cos_sin = table(6, torch.float32)
+    cos_sin[7, [2, 5]] = 0.0  # pair 2 of position 7
+    rope = RotarySpec(cos_sin, True)
+    old, new = positions(0)
+    old[old == 7], new[new == 7] = 8, 8
+    flat = storage(torch.bfloat16, 0)
+    for token, position in ((9, 7), (4, 64), (3, -1)):
+        wrong = old.clone()
+        wrong[token] = position
+        bad: list[int] = []
+        keys, expected = (STRIDES["tokens outermost"](flat.clone()) for _ in range(2))
+        rotate(keys, wrong, new, rope, bad)
+        assert bad == [token]
+        spec.rerotate(expected, old, new, rope)
+        others = torch.arange(len(old)) != token
+        assert torch.equal(keys[others].view(torch.int16), expected[others].view(torch.int16))
+
+
+# ------------------------------------------------------------------------------------------------ architectures
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize("source", ["transfer.cu", "rotate.cu"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_nvcc_compiles_the_kernels(architecture, source, tmp_path):
+    """Without spills: a kernel that keeps its addresses in memory is not the one that was measured."""
+    command = [
+        "nvcc",
+        f"-arch={architecture}",
+        "--cubin",
+        "-std=c++17",
+        "-Werror=all-warnings",
+        "-Xptxas",
+        "-v,-Werror",
+    ]
+    done = subprocess.run(
+        [*command, str(source_folder() / source), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    entries = done.stderr.count("Compiling entry function")
+    assert entries == {"transfer.cu": 10, "rotate.cu": 16}[source]
+    assert done.stderr.count("0 bytes spill stores, 0 bytes spill loads") == entries, done.stderr
