@@ -110,9 +110,10 @@ def _record(
     if pinned and torch.cuda.is_available():
         code = int(torch.cuda.cudart().cudaHostRegister(address, len(mapping), 0))
         if code:
+            error = BackendError(f"size: {len(mapping)} bytes of host memory cannot be pinned, CUDA error {code}")
             undo()
             mapping.close()
-            raise BackendError(f"size: {len(mapping)} bytes of host memory cannot be pinned, CUDA error {code}")
+            raise error
 
         def release() -> None:
             torch.cuda.cudart().cudaHostUnregister(address)
@@ -211,7 +212,7 @@ def _shared(name: str, size: int) -> tuple[mmap.mmap, tuple[int, int]]:
         os.posix_fallocate(descriptor, 0, size)  # a full file system says so here, not at a later write
         status = os.fstat(descriptor)
         return mmap.mmap(descriptor, size), (status.st_dev, status.st_ino)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         path.unlink(missing_ok=True)
         raise BackendError(f"size: {size} bytes of shared memory cannot be had: {error}") from error
     finally:
