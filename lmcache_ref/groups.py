@@ -28,13 +28,12 @@ def read_groups(
 ) -> list[CacheGroup]:
     """Group the layers by (kv, NH, HS, BS, dtype), in order of each group's first layer.
 
-    Sizes that the metadata's groups state are hints for reading; without groups, those of the whole model are hints for
-    a cross-layer tensor, whose layers are all alike. Raises LayoutError when a layer has no reading or
+    Sizes that the metadata's groups state are hints for reading; without groups, those of the whole model are, for every
+    layer that can be read so. Raises LayoutError when a layer has no reading or
     several, when the number of cache tensors is not the expected one, or when planes of one group differ in NB.
     """
     if isinstance(kvcaches, torch.Tensor):
-        NL, kv, _, NH, HS = metadata.kv_shape
-        known = metadata.layer_groups or [LayerGroup(tuple(range(NL)), kv, NH, HS, metadata.kv_dtype)]
+        known = metadata.layer_groups or (_whole_model(metadata),)
         stated = {"num_layers": sum(len(group.layer_indices) for group in known), **_stated(known[0])}
         layout, planes = discover(kvcaches, engine, {**hints, **stated})
         layers = {index: (layout, row) for index, row in enumerate(planes)}
@@ -69,10 +68,20 @@ def _read_layers(
         alike.setdefault((tensor.shape, tensor.dtype, tensor.device, known.get(index)), []).append(index)
     layers: dict[int, tuple[Layout, tuple[torch.Tensor, ...]]] = {}
     for (_, _, _, group), members in alike.items():
-        stated = {} if group is None else _stated(group)
-        layout, planes = discover([tensors[index] for index in members], engine, {**hints, **stated})
+        chosen = [tensors[index] for index in members]
+        try:
+            layout, planes = discover(chosen, engine, {**hints, **_stated(group or _whole_model(metadata))})
+        except LayoutError:
+            if group is not None:
+                raise
+            layout, planes = discover(chosen, engine, hints)  # a layer of another kind than kv_shape's
         layers.update({index: (layout, row) for index, row in zip(members, planes, strict=True)})
     return layers
+
+
+def _whole_model(metadata: LMCacheMetadata) -> LayerGroup:
+    NL, kv, _, NH, HS = metadata.kv_shape
+    return LayerGroup(tuple(range(NL)), kv, NH, HS, metadata.kv_dtype)
 
 
 def _stated(group: LayerGroup) -> dict[str, Any]:
