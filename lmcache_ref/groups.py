@@ -28,9 +28,9 @@ def read_groups(
 ) -> list[CacheGroup]:
     """Group the layers by (kv, NH, HS, BS, dtype), in order of each group's first layer.
 
-    Sizes that the metadata's groups state are hints for reading; without groups, those of the whole model are, for every
-    layer that can be read so. Raises LayoutError when a layer has no reading or
-    several, when the number of cache tensors is not the expected one, or when planes of one group differ in NB.
+    Sizes that the metadata's groups state are hints for reading; without groups, layers that all look alike are those of
+    `metadata.kv_shape`. Raises LayoutError when a layer has no reading or several, when the number of cache tensors is
+    not the expected one, or when planes of one group differ in NB.
     """
     if isinstance(kvcaches, torch.Tensor):
         known = metadata.layer_groups or (_whole_model(metadata),)
@@ -68,13 +68,9 @@ def _read_layers(
         alike.setdefault((tensor.shape, tensor.dtype, tensor.device, known.get(index)), []).append(index)
     layers: dict[int, tuple[Layout, tuple[torch.Tensor, ...]]] = {}
     for (_, _, _, group), members in alike.items():
-        chosen = [tensors[index] for index in members]
-        try:
-            layout, planes = discover(chosen, engine, {**hints, **_stated(group or _whole_model(metadata))})
-        except LayoutError:
-            if group is not None:
-                raise
-            layout, planes = discover(chosen, engine, hints)  # a layer of another kind than kv_shape's
+        group = group or (_whole_model(metadata) if len(alike) == 1 else None)
+        stated = {} if group is None else _stated(group)
+        layout, planes = discover([tensors[index] for index in members], engine, {**hints, **stated})
         layers.update({index: (layout, row) for index, row in zip(members, planes, strict=True)})
     return layers
 

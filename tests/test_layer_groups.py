@@ -142,7 +142,7 @@ def test_groups_that_the_metadata_states_decide_what_a_shape_means():
     """Fused `[5, 4, 2, 16]` is NH = 4, BS = 2 or BS = 4, NH = 2: one layer of each kind, alike to look at."""
     layers = [addressed(640, torch.float16, 1000 * i).view(5, 4, 2, 16) for i in range(2)]
     metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.float16, (2, 2, 4, 3, 8))
-    with pytest.raises(LayoutError, match="2 readings are left"):
+    with pytest.raises(LayoutError, match="NH is 4, expected 3"):
         VLLMPagedMemGPUConnectorV3(metadata).initialize_kvcaches_ptr(kvcaches=layers)
     four, two, slots = (4, 8, 2, torch.float16), (2, 8, 4, torch.float16), (5, 0, 7)
     for kinds in ((four, two), (two, four)):
