@@ -36,10 +36,10 @@ class LayerwiseCall:
         self.skip = max(0, connector.cached_tokens(kwargs) - offset) if loading else 0
         self.backend: Operations = get_backend(device=self.cache.device)
         self.pending: list[Transfer] = []
+        connector.check_call(self)
         if not self.slots.is_cuda or validating():
-            spans = list(zip(self.starts, self.ends, strict=True))
+            spans = connector.moved_spans(self, loading=loading)
             check_slot_values(self.cache, self.slots, spans, self.skip, duplicates=loading)
-        connector.check_call(self, loading=loading)
 
     def plan(self, objects: Any, layer: int, *, loading: bool) -> TransferPlan:
         """One layer of all chunks, checked. ChunkError, DtypeError or ArgumentError name layer and object."""
@@ -179,7 +179,11 @@ class LayerwiseConnector(PagedConnector):
         """Write what the object now is into its metadata."""
         obj.metadata.fmt = self.fmt
 
-    def check_call(self, call: LayerwiseCall, *, loading: bool) -> None:
+    def moved_spans(self, call: LayerwiseCall, *, loading: bool) -> list[tuple[int, int]]:
+        """The ranges of tokens whose slots the call uses."""
+        return list(zip(call.starts, call.ends, strict=True))
+
+    def check_call(self, call: LayerwiseCall) -> None:
         """The call fits the buffer; else ChunkError before the first yield."""
         tokens = sum(call.ends) - sum(call.starts)
         limit = self.buffer_tokens or call.cache.num_slots

@@ -12,7 +12,7 @@ import torch
 from ..errors import ArgumentError, ChunkError
 from ..kv_cache import PagedKVCache
 from ..memory import MemoryFormat, MemoryObj
-from ..plan import TransferPlan, check_slot_values
+from ..plan import TransferPlan
 from ..rope import RotarySpec
 from .checks import check_ascending
 from .layerwise import LayerwiseCall, LayerwiseConnector, LoadGenerator
@@ -185,15 +185,18 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
         """`sync`, true when not given."""
         return super().reads_sync({"sync": True, **kwargs})
 
-    def check_call(self, call: LayerwiseCall, *, loading: bool) -> None:
+    def moved_spans(self, call: LayerwiseCall, *, loading: bool) -> list[tuple[int, int]]:
+        """On load the gaps too."""
+        spans = super().moved_spans(call, loading=loading)
+        return [(spans[0][0], spans[-1][1])] if loading and spans else spans
+
+    def check_call(self, call: LayerwiseCall) -> None:
         """Chunks ascend, their span fits the buffer; else ChunkError before the first yield."""
         check_ascending(call.starts, call.ends)
         span = call.ends[-1] - call.starts[0] if call.starts else 0
         limit = self.buffer_tokens or call.cache.num_slots
         if span > limit:
             raise ChunkError(f"the call spans {span} tokens, the buffer holds {limit} (buffer_tokens)")
-        if loading and call.starts:  # the gaps are written too
-            check_slot_values(call.cache, call.slots, [(call.starts[0], call.ends[-1])], call.skip, duplicates=True)
 
     def describe(self, obj: MemoryObj, start: int, end: int) -> None:
         """The object's format, and the positions its keys were rotated at."""

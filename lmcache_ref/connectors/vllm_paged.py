@@ -11,7 +11,7 @@ from ..errors import ArgumentError, ChunkError, LayoutError
 from ..groups import CacheGroup, read_groups
 from ..memory import MemoryFormat, MemoryObj
 from ..metadata import LMCacheMetadata
-from ..plan import TransferPlan, check_slots, checked_slots
+from ..plan import TransferPlan, check_slots, checked_slots, validating
 from .base import ConnectorBase, nvtx
 from .checks import check_object, check_spans, merged_hints
 from .whole_model import WholeModelConnector
@@ -141,8 +141,10 @@ class VLLMPagedMemGPUConnectorV3(ConnectorBase):
             )
             for index, (group, slots) in enumerate(zip(groups, mappings, strict=True))
         ]
-        if len(plans) > 1 and not any(plan.slots.is_cuda for plan in plans):
-            for plan in plans:  # no group may move before every group's slots are known to be good
+        for plan in (
+            plans if len(plans) > 1 else []
+        ):  # no group may move before every group's slots are known to be good
+            if not plan.slots.is_cuda or validating():
                 check_slots(plan, duplicates=loading)
         return plans
 
