@@ -1,0 +1,210 @@
+"""How the scheduler asks the workers' caches, in its own process or in others.
+
+A worker announces its cache here; a scheduler in the same process then calls it directly, one in another process over a
+Unix socket whose path both derive from the engine's id and the worker's rank. Nothing but numbers crosses it.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import getpass
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from typing import Any, Protocol
+
+from ...errors import ArgumentError
+
+logger = logging.getLogger("vllm.lmcache_ref")
+
+POLL_MS = 200  # how soon a server notices that it is to stop
+
+
+class Cache(Protocol):
+    """What a worker offers: the cache engine's own methods."""
+
+    def lookup(self, tokens: Any, request_id: str) -> int: ...
+
+    def release(self, request_id: str) -> None: ...
+
+
+_local: dict[tuple[str, int], Cache] = {}  # caches of this process by engine id and rank
+_local_lock = threading.Lock()
+
+
+def announce(engine_id: str, rank: int, cache: Cache) -> None:
+    """Make a worker's cache known to schedulers of this process; the newest one of an id and rank counts."""
+    with _local_lock:
+        _local[engine_id, rank] = cache
+
+
+def withdraw(engine_id: str, rank: int, cache: Cache) -> None:
+    """Undo `announce`, unless a newer cache took the place."""
+    with _local_lock:
+        if _local.get((engine_id, rank)) is cache:
+            del _local[engine_id, rank]
+
+
+def socket_path(engine_id: str, rank: int) -> str:
+    """The worker's socket in the temporary folder: short enough for a Unix socket whatever the id."""
+    name = hashlib.sha256(f"{getpass.getuser()}:{engine_id}:{rank}".encode()).hexdigest()[:24]
+    path = os.path.join(tempfile.gettempdir(), f"lmcache-ref-{name}.sock")
+    if len(path) > 100:
+        raise ArgumentError(f"TMPDIR: {tempfile.gettempdir()!r} is too long for a Unix socket; name a shorter folder")
+    return path
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        raise ImportError("a scheduler and workers in different processes need pyzmq: pip install pyzmq") from error
+    return zmq
+
+
+class LookupServer:
+    """Answers the scheduler's questions to one worker's cache, in a thread of its own, until `close`.
+
+    A question is `[request id, its tokens, ids of requests to release...]`; what is to be released goes first, and an
+    empty request id asks nothing more. The socket file is accessible to its owner only.
+    """
+
+    def __init__(self, engine_id: str, rank: int, cache: Cache) -> None:
+        zmq = _zmq()
+        self.cache = cache
+        self.path = socket_path(engine_id, rank)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.REP)
+        self._socket.linger = 0
+        mask = os.umask(0o177)
+        try:
+            self._socket.bind(f"ipc://{self.path}")
+        finally:
+            os.umask(mask)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="lmcache-ref lookup", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            if self._socket.poll(POLL_MS):
+                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+        self._socket.close()
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """A question that fails is answered, so that the scheduler does not wait; it counts as no hit there."""
+        try:
+            request_id, token_ids, *released = question
+            for name in released:
+                self.cache.release(name.decode())
+            hit = 0
+            if request_id:
+                hit = self.cache.lookup(array.array("q", token_ids).tolist(), request_id=request_id.decode())
+            return [str(hit).encode()]
+        except Exception as error:
+            logger.exception("lookup failed")
+            return [b"0", f"{type(error).__name__}: {error}".encode()]
+
+    def close(self) -> None:
+        """Stop the thread and remove the socket. May be called twice."""
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._thread.join()
+        self._context.term()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
+
+class RemoteCache:
+    """A worker's cache in another process; used by one thread.
+
+    A worker that does not answer within `timeout_s` has no hit. What it should have released goes with the next question.
+    """
+
+    def __init__(self, engine_id: str, rank: int, timeout_s: float) -> None:
+        self.path, self.timeout_s = socket_path(engine_id, rank), timeout_s
+        self._zmq = _zmq()
+        self._context = self._zmq.Context()
+        self._socket: Any = None
+        self._owed: set[str] = set()  # requests to release there
+
+    def lookup(self, token_ids: list[int], request_id: str) -> int:
+        """Tokens held and pinned there; 0 when it cannot say."""
+        hit = self._ask(request_id.encode(), array.array("q", token_ids).tobytes())
+        if hit is None:
+            self._owed.add(request_id)  # it may find the hit later, and pin it
+        return hit or 0
+
+    def release(self, request_id: str) -> None:
+        """Give the request's pins back."""
+        self._owed.add(request_id)
+        self._ask(b"", b"")
+
+    def _ask(self, request_id: bytes, token_ids: bytes) -> int | None:
+        """The hit; None, with a warning, when there is no answer in time or the worker failed."""
+        if self._socket is None:
+            self._socket = self._context.socket(self._zmq.REQ)
+            self._socket.linger = 0
+            self._socket.connect(f"ipc://{self.path}")
+        self._socket.send_multipart([request_id, token_ids, *(name.encode() for name in sorted(self._owed))])
+        if not self._socket.poll(int(self.timeout_s * 1000)):
+            self._drop_socket()  # a REQ socket without its answer is of no more use
+            logger.warning("no answer from %s in %s s: counts as no hit", self.path, self.timeout_s)
+            return None
+        hit, *failure = self._socket.recv_multipart()
+        self._owed.clear()
+        if failure:
+            logger.warning("lookup at %s failed: %s", self.path, failure[0].decode())
+            return None
+        return int(hit)
+
+    def _drop_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Close the socket; the next question opens another. May be called twice."""
+        self._drop_socket()
+
+
+class WorkersLookup:
+    """The caches of all workers of one engine: a token counts when every worker holds it."""
+
+    def __init__(self, engine_id: str, world_size: int, timeout_s: float = 3.0) -> None:
+        self.engine_id, self.world_size, self.timeout_s = engine_id, world_size, timeout_s
+        self._remote: dict[int, RemoteCache] = {}
+
+    def _cache(self, rank: int) -> Cache:
+        with _local_lock:
+            cache = _local.get((self.engine_id, rank))
+        if cache is not None:
+            return cache
+        if rank not in self._remote:
+            self._remote[rank] = RemoteCache(self.engine_id, rank, self.timeout_s)
+        return self._remote[rank]
+
+    def lookup(self, token_ids: list[int], request_id: str) -> int:
+        """Leading tokens that every worker holds and has pinned; a worker without a hit ends the asking."""
+        hit = len(token_ids)
+        for rank in range(self.world_size):
+            hit = min(hit, self._cache(rank).lookup(token_ids, request_id=request_id))
+            if hit == 0:
+                self.release(request_id)  # the workers asked before it
+                break
+        return hit
+
+    def release(self, request_id: str) -> None:
+        """Give the request's pins back in every worker."""
+        for rank in range(self.world_size):
+            self._cache(rank).release(request_id)
+
+    def close(self) -> None:
+        """Close the sockets. May be called twice."""
+        for remote in self._remote.values():
+            remote.close()
