@@ -331,6 +331,14 @@ def test_whole_blocks_wrong_input(what):
     case.check_untouched()
 
 
+def test_tensors_of_another_width_than_described():
+    case = BlockCase("NL_X_NB_TWO_BS_NH_HS", "H2D")
+    case.snapshot()
+    with pytest.raises(ArgumentError, match="element_size: 4, but the paged memory is torch.bfloat16"):
+        case.call(shape_desc(case.name, element_size=4), source=case.paged.tensors())
+    case.check_untouched()
+
+
 def test_a_row_without_an_axis_of_blocks_cannot_be_padded():
     case = BlockCase("NL_X_NBBS_ONE_HS", "H2D")
     case.snapshot()

@@ -137,6 +137,11 @@ def memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
 
 
+def address_range(line: str) -> range:
+    """The addresses of one line of /proc/self/maps."""
+    return range(*(int(end, 16) for end in line.split()[0].split("-")))
+
+
 @pytest.fixture(autouse=True)
 def books_are_closed():
     """No test leaves an allocation behind."""
@@ -198,8 +203,7 @@ def test_sizes_that_cannot_be_had(kind, size, monkeypatch, tmp_path):
 def test_freed_memory_is_unmapped():
     def mapped(address: int) -> bool:
         with open("/proc/self/maps", encoding="ascii") as maps:
-            ranges = [line.split()[0].split("-") for line in maps]
-        return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+            return any(address in address_range(line) for line in maps)
 
     size = 64 << 20  # its own mapping, not to be taken again by something small
     for alloc, free in KINDS.values():
@@ -209,14 +213,14 @@ def test_freed_memory_is_unmapped():
         assert not mapped(address)
 
 
-def test_memory_of_a_fork_is_its_own():
-    address = c_ops.alloc_pinned_ptr(8)
-    child = os.fork()
-    if child == 0:
-        memory_at(address, 8)[0] = 1
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0 and memory_at(address, 8)[0] == 0
-    c_ops.free_pinned_ptr(address)
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_shared_memory_is_shared_with_forks(kind):
+    alloc, free = KINDS[kind]
+    address = alloc(8)
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        (access,) = [line.split()[1] for line in maps if address in address_range(line)]
+    free(address)
+    assert access == ("rw-s" if kind == "shm" else "rw-p")
 
 
 def test_threads_share_the_books():

@@ -61,9 +61,9 @@ def tensor_at(name: str, pointer: Any, numel: int, dtype: torch.dtype, device: t
     return bytes_at(name, pointer, numel * dtype.itemsize, device).view(dtype)
 
 
-def device_of(pointer: int) -> torch.device:
-    """The CUDA device whose memory an address is, else the host (registered with CUDA or not)."""
-    driver = _driver() if torch.cuda.is_available() else None
+def device_of(pointer: Any) -> torch.device:
+    """The CUDA device whose memory an address is, else the host (registered with CUDA or not, or no address at all)."""
+    driver = _driver() if torch.cuda.is_available() and isinstance(pointer, int) else None
     if driver is not None and _attribute(driver, _MEMORY_TYPE, pointer) == _DEVICE_MEMORY:
         return torch.device("cuda", _attribute(driver, _DEVICE_ORDINAL, pointer))
     return torch.device("cpu")
