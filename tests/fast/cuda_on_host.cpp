@@ -15,13 +15,14 @@ static void launch(void (*kernel)(Argument), const Argument* argument, unsigned 
 typedef void (*MoveKernel)(Move);
 typedef void (*RotateKernel)(Rotation);
 
-// Vectors of 1 << width_log2 bytes. Returns how many of them were not aligned to their size.
-extern "C" i64 launch_move(const Move* move, int scatter, int width_log2, int blocks, int threads) {
+// Vectors of 1 << width_log2 bytes. counts: vectors that were not aligned to their size, bytes stored.
+extern "C" void launch_move(const Move* move, int scatter, int width_log2, int blocks, int threads, i64* counts) {
     static const MoveKernel kernels[2][5] = {{gather_1, gather_2, gather_4, gather_8, gather_16},
                                              {scatter_1, scatter_2, scatter_4, scatter_8, scatter_16}};
-    misaligned_vectors = 0;
+    misaligned_vectors = stored_bytes = 0;
     launch(kernels[scatter][width_log2], move, blocks, threads);
-    return misaligned_vectors;
+    counts[0] = misaligned_vectors;
+    counts[1] = stored_bytes;
 }
 
 #define ROTATE_KEY(key) {rotate_##key##_bfloat16, rotate_##key##_float16, rotate_##key##_float32, rotate_##key##_float64}

@@ -7,6 +7,7 @@ import functools
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +28,18 @@ def library() -> ctypes.CDLL:
     content = [HERE / "cuda_on_host.h", *sorted(csrc.glob("*.h")), *sorted(csrc.glob("*.cu"))]
     include = ["-I", str(csrc), "-I", str(HERE)]
     loaded = load_library("cuda_on_host", [HERE / "cuda_on_host.cpp"], content, include)
-    for function in (loaded.launch_move, loaded.launch_rotate):
-        function.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
-    loaded.launch_move.restype = ctypes.c_int64
-    loaded.launch_rotate.restype = None
+    loaded.launch_move.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p]
+    loaded.launch_rotate.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
+    loaded.launch_move.restype = loaded.launch_rotate.restype = None
     return loaded
+
+
+class Outcome(NamedTuple):
+    """misaligned_vectors: not aligned to their size. stored_bytes: written, twice if twice. bad_token: the first one."""
+
+    misaligned_vectors: int
+    stored_bytes: int
+    bad_token: int
 
 
 @dataclass
@@ -45,8 +53,8 @@ class Launch:
     threads: int = 64
     block_ids: torch.Tensor | None = None
 
-    def move(self, plan: TransferPlan, direction: str) -> tuple[int, int]:
-        """Run the kernel. Returns the count of misaligned vectors and the word for the first bad token."""
+    def move(self, plan: TransferPlan, direction: str) -> Outcome:
+        """Run the kernel."""
         planes = plane_table(plan.planes)
         chunks = chunk_table(plan, self.tile_tokens)
         ids = plan.slots if self.block_ids is None else self.block_ids
@@ -58,8 +66,9 @@ class Launch:
         move.lanes_per_row = self.lanes_per_row
         width_bytes = vector_bytes(planes, chunks) if self.width_bytes is None else self.width_bytes
         arguments = int(direction == "scatter"), width_bytes.bit_length() - 1, self.blocks, self.threads
-        misaligned = library().launch_move(ctypes.byref(move), *arguments)
-        return misaligned, bad_token[0]
+        counts = array("q", [0, 0])
+        library().launch_move(ctypes.byref(move), *arguments, counts.buffer_info()[0])
+        return Outcome(*counts, bad_token[0])
 
 
 def rotate(

@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 import torch
-from emulated import NO_BAD_TOKEN, Launch, rotate
+from emulated import NO_BAD_TOKEN, Launch, Outcome, rotate
 from hypothesis import given
 from hypothesis import strategies as st
 from rotations import KEY_DTYPES, ROTARY_DIMS, STRIDES, compare, positions, storage, table
@@ -27,9 +27,17 @@ DIRECTIONS = ("gather", "scatter")
 REFERENCE = get_backend("reference")
 
 
+def bytes_to_move(case: Case) -> int:
+    request, sizes = case.request, case.sizes
+    tokens = [token for start, end in request.spans for token in range(max(start, request.skip), end)]
+    num_planes = sizes.TWO * (1 if case.format.one_layer else sizes.NL)
+    return sum(request.slots[token] >= 0 for token in tokens) * num_planes * sizes.D * case.dtype.itemsize
+
+
 def compare_move(case: Case, direction: str, launch: Launch) -> None:
     worlds = [World(case, gathers=direction == "gather") for _ in range(2)]
-    assert launch.move(worlds[0].plan(), direction) == (0, NO_BAD_TOKEN), "misaligned vectors, bad token"
+    outcome = launch.move(worlds[0].plan(), direction)
+    assert outcome == Outcome(0, bytes_to_move(case), NO_BAD_TOKEN)
     getattr(REFERENCE, direction)(worlds[1].plan())
     assert_same_worlds(*worlds, f"{direction} {launch} {case}")
 
@@ -61,8 +69,7 @@ def test_every_width_and_lane_count(width_bytes, lanes_per_row, direction):
 def test_a_vector_too_wide_is_noticed():
     """The checker's own test: 16 bytes where addresses allow 2."""
     case = Case(Sizes(2, 2, 7, 4, 1, 32), torch.bfloat16, GEOMETRIES["off_by_one"], FORMATS["KV_2LTD"], REQUEST)
-    misaligned, _ = Launch(width_bytes=16).move(World(case, gathers=True).plan(), "gather")
-    assert misaligned > 0
+    assert Launch(width_bytes=16).move(World(case, gathers=True).plan(), "gather").misaligned_vectors > 0
 
 
 @given(
@@ -99,10 +106,12 @@ def test_slots_out_of_range_are_skipped_and_the_first_is_named(slot, direction):
         )
         for skips in (False, True)
     )
-    world, expected = World(bad, direction == "gather"), World(good, direction == "gather")
-    assert Launch().move(world.plan(), direction) == (0, 4)
-    getattr(REFERENCE, direction)(expected.plan())
-    assert_same_worlds(world, expected, f"slot {slot}")
+    for lanes_per_row in (1, 4):
+        world, expected = World(bad, direction == "gather"), World(good, direction == "gather")
+        outcome = Launch(lanes_per_row=lanes_per_row).move(world.plan(), direction)
+        assert outcome == Outcome(0, bytes_to_move(good), 4)
+        getattr(REFERENCE, direction)(expected.plan())
+        assert_same_worlds(world, expected, f"slot {slot}")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -118,7 +127,7 @@ def test_block_ids(BS, direction):
     wraps = (1 << 64) // 4 if BS == 4 else 7
     world = World(case, direction == "gather")
     bad_ids = torch.tensor([5, 2, wraps, 6])
-    assert Launch(block_ids=bad_ids).move(world.plan(), direction) == (0, 2 * BS)
+    assert Launch(block_ids=bad_ids).move(world.plan(), direction).bad_token == 2 * BS
 
 
 # ------------------------------------------------------------------------------------------------ the re-rotation
