@@ -9,12 +9,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from vllm_fakes import DIALECTS, FakeLookup, FakeRequest, Scheduled, scheduler_output
 
 from lmcache_ref.errors import ArgumentError
 from lmcache_ref.integration.vllm.request_tracker import LoadSpec, SavePolicy, SaveSpec
 from lmcache_ref.integration.vllm.scheduler_side import SchedulerSide
 from lmcache_ref.integration.vllm.token_keys import keyed_prompt
-from vllm_fakes import DIALECTS, FakeLookup, FakeRequest, Scheduled, scheduler_output
 
 BLOCK = 4
 dialects = pytest.mark.parametrize("dialect", DIALECTS)

@@ -28,7 +28,12 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):
         known = {"vllm_config": vllm_config, "role": role, "kv_cache_config": kv_cache_config}
         super().__init__(**{name: value for name, value in known.items() if name in _BASE_TAKES})
         self._lmcache_engine = LMCacheConnectorV1Impl(
-            vllm_config, role, self, kv_cache_config=kv_cache_config, metadata_type=LMCacheConnectorMetadata
+            vllm_config,
+            role,
+            self,
+            kv_cache_config=kv_cache_config,
+            metadata_type=LMCacheConnectorMetadata,
+            reports_failures=hasattr(KVConnectorBase_V1, "get_block_ids_with_load_errors"),
         )
 
     @classmethod
@@ -91,8 +96,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids)
 
 
+LMCacheConnectorV1Dynamic: type[KVConnectorBase_V1] = LMCacheConnectorV1
 if IS_085:
-    from .lmcache_connector_v1_085 import LMCacheConnectorV1_085 as LMCacheConnectorV1Dynamic
+    from .lmcache_connector_v1_085 import LMCacheConnectorV1_085
+
+    LMCacheConnectorV1Dynamic = LMCacheConnectorV1_085
 else:
     refuse_gaps(LMCacheConnectorV1)
-    LMCacheConnectorV1Dynamic = LMCacheConnectorV1  # type: ignore[misc,assignment]

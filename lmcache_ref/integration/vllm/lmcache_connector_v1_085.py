@@ -51,8 +51,10 @@ class LMCacheConnectorV1_085(KVConnectorBase_V1):
         return self._lmcache_engine.build_connector_meta(scheduler_output)
 
 
+LMCacheConnectorV1Dynamic: type[KVConnectorBase_V1] = LMCacheConnectorV1_085
 if IS_085:
     refuse_gaps(LMCacheConnectorV1_085)
-    LMCacheConnectorV1Dynamic = LMCacheConnectorV1_085
 else:
-    from .lmcache_connector_v1 import LMCacheConnectorV1Dynamic as LMCacheConnectorV1Dynamic
+    from .lmcache_connector_v1 import LMCacheConnectorV1
+
+    LMCacheConnectorV1Dynamic = LMCacheConnectorV1

@@ -21,6 +21,7 @@ from ...errors import ArgumentError
 
 logger = logging.getLogger("vllm.lmcache_ref")
 
+LONGEST_SOCKET_PATH = 100
 POLL_MS = 200  # how soon a server notices that it is to stop
 
 
@@ -49,13 +50,24 @@ def withdraw(engine_id: str, rank: int, cache: Cache) -> None:
             del _local[engine_id, rank]
 
 
-def socket_path(engine_id: str, rank: int) -> str:
-    """The worker's socket in the temporary folder: short enough for a Unix socket whatever the id."""
+def worker_address(engine_id: str, rank: int, url: str | None = None) -> str:
+    """Where a worker's server listens.
+
+    url: `tcp://host:port`, where rank r takes port + r, or any other address, which gets `.r` appended. None: a Unix
+    socket in the temporary folder, named after user, engine and rank, short enough whatever the id.
+    """
+    if url is not None and url.startswith("tcp://"):
+        host, _, port = url.rpartition(":")
+        if not port.isdigit():
+            raise ArgumentError(f"lookup_url: {url!r}; allowed for tcp: tcp://host:port")
+        return f"{host}:{int(port) + rank}"
+    if url is not None:
+        return f"{url}.{rank}"
     name = hashlib.sha256(f"{getpass.getuser()}:{engine_id}:{rank}".encode()).hexdigest()[:24]
     path = os.path.join(tempfile.gettempdir(), f"lmcache-ref-{name}.sock")
-    if len(path) > 100:
-        raise ArgumentError(f"TMPDIR: {tempfile.gettempdir()!r} is too long for a Unix socket; name a shorter folder")
-    return path
+    if len(path) > LONGEST_SOCKET_PATH:
+        raise ArgumentError(f"TMPDIR: {tempfile.gettempdir()!r} is too long for a Unix socket; set lookup_url")
+    return f"ipc://{path}"
 
 
 def _zmq() -> Any:
@@ -73,16 +85,15 @@ class LookupServer:
     empty request id asks nothing more. The socket file is accessible to its owner only.
     """
 
-    def __init__(self, engine_id: str, rank: int, cache: Cache) -> None:
+    def __init__(self, address: str, cache: Cache) -> None:
         zmq = _zmq()
-        self.cache = cache
-        self.path = socket_path(engine_id, rank)
+        self.cache, self.address = cache, address
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
         self._socket.linger = 0
         mask = os.umask(0o177)
         try:
-            self._socket.bind(f"ipc://{self.path}")
+            self._socket.bind(address)
         finally:
             os.umask(mask)
         self._stop = threading.Event()
@@ -116,8 +127,9 @@ class LookupServer:
         self._stop.set()
         self._thread.join()
         self._context.term()
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+        if self.address.startswith("ipc://"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.address.removeprefix("ipc://"))
 
 
 class RemoteCache:
@@ -126,8 +138,8 @@ class RemoteCache:
     A worker that does not answer within `timeout_s` has no hit. What it should have released goes with the next question.
     """
 
-    def __init__(self, engine_id: str, rank: int, timeout_s: float) -> None:
-        self.path, self.timeout_s = socket_path(engine_id, rank), timeout_s
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address, self.timeout_s = address, timeout_s
         self._zmq = _zmq()
         self._context = self._zmq.Context()
         self._socket: Any = None
@@ -150,16 +162,16 @@ class RemoteCache:
         if self._socket is None:
             self._socket = self._context.socket(self._zmq.REQ)
             self._socket.linger = 0
-            self._socket.connect(f"ipc://{self.path}")
+            self._socket.connect(self.address)
         self._socket.send_multipart([request_id, token_ids, *(name.encode() for name in sorted(self._owed))])
         if not self._socket.poll(int(self.timeout_s * 1000)):
             self._drop_socket()  # a REQ socket without its answer is of no more use
-            logger.warning("no answer from %s in %s s: counts as no hit", self.path, self.timeout_s)
+            logger.warning("no answer from %s in %s s: counts as no hit", self.address, self.timeout_s)
             return None
         hit, *failure = self._socket.recv_multipart()
         self._owed.clear()
         if failure:
-            logger.warning("lookup at %s failed: %s", self.path, failure[0].decode())
+            logger.warning("lookup at %s failed: %s", self.address, failure[0].decode())
             return None
         return int(hit)
 
@@ -174,19 +186,36 @@ class RemoteCache:
 
 
 class WorkersLookup:
-    """The caches of all workers of one engine: a token counts when every worker holds it."""
+    """The caches of all workers of one engine: a token counts when every worker holds it.
 
-    def __init__(self, engine_id: str, world_size: int, timeout_s: float = 3.0) -> None:
-        self.engine_id, self.world_size, self.timeout_s = engine_id, world_size, timeout_s
+    transport: `local` (this process only), `zmq` (sockets only) or `auto` (a cache of this process, else its socket).
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        world_size: int,
+        *,
+        transport: str = "auto",
+        url: str | None = None,
+        timeout_s: float = 3.0,
+    ) -> None:
+        self.engine_id, self.world_size = engine_id, world_size
+        self.transport, self.url, self.timeout_s = transport, url, timeout_s
         self._remote: dict[int, RemoteCache] = {}
 
     def _cache(self, rank: int) -> Cache:
         with _local_lock:
             cache = _local.get((self.engine_id, rank))
-        if cache is not None:
+        if cache is not None and self.transport != "zmq":
             return cache
+        if self.transport == "local":
+            raise ArgumentError(
+                f"lookup_transport: 'local', but worker {rank} is in another process; allowed here: auto or zmq"
+            )
         if rank not in self._remote:
-            self._remote[rank] = RemoteCache(self.engine_id, rank, self.timeout_s)
+            address = worker_address(self.engine_id, rank, self.url)
+            self._remote[rank] = RemoteCache(address, self.timeout_s)
         return self._remote[rank]
 
     def lookup(self, token_ids: list[int], request_id: str) -> int:
@@ -195,7 +224,8 @@ class WorkersLookup:
         for rank in range(self.world_size):
             hit = min(hit, self._cache(rank).lookup(token_ids, request_id=request_id))
             if hit == 0:
-                self.release(request_id)  # the workers asked before it
+                for asked in range(rank):
+                    self._cache(asked).release(request_id)
                 break
         return hit
 

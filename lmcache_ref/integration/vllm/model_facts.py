@@ -5,6 +5,7 @@ The objects of vLLM are asked for what they have, whatever their version. Import
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,26 +20,29 @@ EXTRA_PREFIX = "lmcache."
 
 
 def engine_config(vllm_config: Any) -> LMCacheEngineConfig:
-    """The environment's settings with those of `kv_connector_extra_config` over them.
+    """The environment's settings with those of vLLM's `kv_connector_extra_config` over them."""
+    return engine_config_of(getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {})
 
-    There, `lmcache.<key>` is any key of `LMCacheEngineConfig`; a bare key counts where it is one. ArgumentError names
-    what is unknown or wrong.
+
+def engine_config_of(extra_config: Mapping[str, Any]) -> LMCacheEngineConfig:
+    """The environment's settings with those of `extra_config` over them.
+
+    `lmcache.<key>` is a key of `LMCacheEngineConfig`, and ArgumentError names it when it is not; a bare key counts
+    where it is one, for that mapping has other readers too.
     """
     config = LMCacheEngineConfig.from_env()
-    given = getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None) or {}
     known = set(vars(config))
-    values = {key: value for key, value in given.items() if key in known}
-    values |= {
-        key.removeprefix(EXTRA_PREFIX): value for key, value in given.items() if str(key).startswith(EXTRA_PREFIX)
-    }
-    return config.updated(values)
+    prefixed = {key.removeprefix(EXTRA_PREFIX): key for key in extra_config if key.startswith(EXTRA_PREFIX)}
+    values = {key: value for key, value in extra_config.items() if key in known}
+    return config.updated(values | {key: extra_config[name] for key, name in prefixed.items()})
 
 
-def engine_id(vllm_config: Any) -> str:
+def engine_id(vllm_config: Any, config: LMCacheEngineConfig) -> str:
     """The same text in the scheduler and in all workers of one engine, and in no other engine."""
     transfer = vllm_config.kv_transfer_config
     name = getattr(transfer, "engine_id", None) or getattr(vllm_config, "instance_id", None) or "engine"
-    return f"{name}:{getattr(vllm_config.parallel_config, 'data_parallel_rank', 0)}"
+    rank = getattr(vllm_config.parallel_config, "data_parallel_rank", 0)
+    return f"{config.lmcache_instance_id}:{name}:{rank}"
 
 
 def block_size(vllm_config: Any, kv_cache_config: Any = None) -> int:
@@ -95,7 +99,7 @@ def metadata(vllm_config: Any, config: LMCacheEngineConfig, role: str) -> LMCach
         role=role,
         served_model_name=_first(getattr(model, "served_model_name", None)),
         chunk_size=config.chunk_size,
-        engine_id=engine_id(vllm_config),
+        engine_id=engine_id(vllm_config, config),
         kv_connector_extra_config=getattr(vllm_config.kv_transfer_config, "kv_connector_extra_config", None),
     )
 

@@ -63,9 +63,13 @@ class RequestWork:
 
 @dataclass
 class StepWork:
-    """The connector metadata of one step."""
+    """The connector metadata of one step.
+
+    known_failures: blocks that failed to load, which the scheduler has learnt of since the step before.
+    """
 
     requests: list[RequestWork] = field(default_factory=list)
+    known_failures: set[int] = field(default_factory=set)
 
 
 @dataclass

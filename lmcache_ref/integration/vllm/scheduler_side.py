@@ -77,6 +77,7 @@ class SchedulerSide:
         self._found: dict[str, int] = {}  # likewise: tokens the cache had
         self._requests: dict[str, Any] = {}  # vLLM's own objects, allocated until finished
         self._trackers: dict[str, RequestTracker] = {}
+        self._failed_blocks: set[int] = set()  # learnt of, not passed on yet
         self._pinned: set[str] = set()  # requests that had a hit; released when they finish at the latest
 
     # ------------------------------------------------------------------------------------------ a waiting request
@@ -138,6 +139,7 @@ class SchedulerSide:
         for request_id in set(scheduler_output.finished_req_ids) - {one.req_id for one in new}:
             self.forget(request_id)
         step = self.metadata_type()
+        step.known_failures, self._failed_blocks = self._failed_blocks, set()
         scheduled = scheduler_output.num_scheduled_tokens
         works = [self._start(one, scheduled[one.req_id]) for one in new]
         works += [
@@ -147,6 +149,10 @@ class SchedulerSide:
         ]
         step.requests.extend(work for work in works if work is not None)
         return step
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM has taken the failed blocks of a step back: the workers may trust those blocks from the next step on."""
+        self._failed_blocks |= set(getattr(connector_output, "invalid_block_ids", None) or ())
 
     def _start(self, new: Any, num_scheduled_tokens: int) -> RequestWork | None:
         """A request in its first step. One without tokens (a prompt of embeddings) gets no tracker."""
@@ -183,9 +189,7 @@ class SchedulerSide:
         else:
             tracker.token_ids.extend(new_token_ids[max(0, known - num_computed_tokens) :])
 
-    def _step(
-        self, tracker: RequestTracker, num_computed_tokens: int, num_scheduled_tokens: int
-    ) -> RequestWork | None:
+    def _step(self, tracker: RequestTracker, num_computed_tokens: int, num_scheduled_tokens: int) -> RequestWork | None:
         tracker.schedule(num_computed_tokens, num_scheduled_tokens)
         load = self._loads.pop(tracker.request_id, None)
         save = tracker.next_save(self.policy) if self.saves else None
