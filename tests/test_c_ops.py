@@ -1,8 +1,8 @@
 """The whole-model doors of `c_ops`: every row of the table, both directions, pointers and lists of tensors.
 
 What the buffers must hold afterwards comes from `raw_layouts.py`, element by element; whole buffers are compared, guard
-bands included. Wrong input is in `test_c_ops_errors.py`; one layer at a time, whole blocks and rotation are in
-`test_c_ops_layers.py`.
+bands included. Wrong input is in `test_c_ops_errors.py`; the other doors are in
+`test_c_ops_layers.py`, `_blocks`, `_copies` and `_host_memory`.
 """
 
 from __future__ import annotations
