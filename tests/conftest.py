@@ -36,6 +36,12 @@ with torch.device("cpu"):
     torch.empty(0)
 
 
+# Workers of xdist share the cores: threads beyond them would only wait for each other.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ["OMP_NUM_THREADS"] = str(_threads)  # for subprocesses
+    torch.set_num_threads(_threads)
+
 # In a checkout that is not installed, no entry point brings the fast backends: what it names is called here instead.
 if not importlib.metadata.entry_points(group="lmcache_ref.backends", name="fast"):
     lmcache_fast.register()
