@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drive import CONNECTORS, Bench, accepted_layouts
+from drive import CONNECTORS, Bench, Spans, accepted_layouts
 from helpers import assert_same
 from lmcache_ref.backends import register_backend, unregister_backend, use_backend
 from lmcache_ref.rope import rerotate
@@ -74,11 +74,12 @@ def the_connector_stages(request):
 
 @pytest.mark.parametrize(("name", "layout", "use_gpu", "pattern"), CASES, ids=[case_id(*case) for case in CASES])
 def test_store_and_load(name, layout, use_gpu, pattern):
-    spans = PATTERNS[pattern]
-    slots = torch.tensor(SLOTS)
-    bench = Bench(name, layout, use_gpu=use_gpu)
-    objects = bench.allocate(spans)
+    store_and_load(Bench(name, layout, use_gpu=use_gpu), PATTERNS[pattern])
 
+
+def store_and_load(bench: Bench, spans: Spans) -> None:
+    """Store the spans and load them under every skip; whole buffers compared each time."""
+    slots, objects = torch.tensor(SLOTS), bench.allocate(spans)
     cache, nothing = bench.cache_values(), bench.request_values(len(SLOTS)).fill_(bench.untouched_cache().view(-1)[0])
     bench.put_engine(cache)
     bench.store(objects, spans, slots)
