@@ -172,7 +172,7 @@ class CacheEngine:
                 batch.add(span, chunk)
             yield batch
         finally:
-            self.storage.host.touch(span.key for span in spans)
+            self.storage.touch([span.key for span in spans])
             for span, chunk in present.pairs():
                 self.storage.release(span.key, chunk)
             for chunk in batch.chunks:
@@ -296,7 +296,7 @@ class CacheEngine:
                 if chunk is None:
                     break
                 batch.add(span, chunk)
-            self.storage.host.touch([found.key for found in batch.spans])
+            self.storage.touch([found.key for found in batch.spans])
             yield batch
         finally:
             for span, chunk in batch.pairs():

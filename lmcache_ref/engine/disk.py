@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ArgumentError
@@ -46,6 +46,7 @@ class DiskTier(Tier):
         self.skipped: Counter[str] = Counter()  # why chunks were not written
         self._allocate = allocate
         self._sizes_bytes: OrderedDict[str, int] = OrderedDict()  # chunk hash -> file; least recently used first
+        self._read: set[str] = set()  # since they were last touched
         self._used_bytes = 0
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -70,22 +71,24 @@ class DiskTier(Tier):
         with self._lock:
             if key.chunk_hash not in self._sizes_bytes:
                 return None
-            self._sizes_bytes.move_to_end(key.chunk_hash)
         path = self._path(key.chunk_hash)
         try:
             chunk = read_chunk(path, key, self._allocate)
         except (DamagedFileError, OSError) as error:
+            if isinstance(error, FileNotFoundError) and not self._lost(key):
+                return None
             logger.warning("%s is dropped: %s", path, error)
             self.drops += 1
             self.remove(key)
             return None
-        if chunk is not None:
-            with contextlib.suppress(OSError):
-                os.utime(path)  # the order of use survives a restart
+        self._read.add(key.chunk_hash)
         return chunk
 
     def put(self, key: CacheKey, chunk: Chunk) -> bool:
-        """Write the chunk; False, counted in `skipped`, when it is larger than the limit or the disk refuses it."""
+        """Write the chunk, unless it is there. False, counted in `skipped`, when it is larger than the limit or the disk
+        refuses it."""
+        if self.contains(key):
+            return False
         size_bytes = file_bytes(key, chunk)
         if size_bytes > self.limit_bytes:
             self._skip("disk_limit", f"a chunk of {size_bytes} bytes exceeds max_local_disk_size")
@@ -105,11 +108,26 @@ class DiskTier(Tier):
         with self._lock:
             self._remove(key.chunk_hash)
 
+    def touch(self, keys: Sequence[CacheKey]) -> None:
+        """The files that were read say so too: the order of use survives a restart."""
+        with self._lock:
+            for chunk_hash in (key.chunk_hash for key in reversed(keys) if self.contains(key)):
+                self._sizes_bytes.move_to_end(chunk_hash)
+                if chunk_hash in self._read:
+                    self._read.remove(chunk_hash)
+                    with contextlib.suppress(OSError):
+                        os.utime(self._path(chunk_hash))
+
     def close(self) -> None:
         """Nothing is held in this process: the files stay."""
 
     def _path(self, chunk_hash: str) -> Path:
         return self.folder / f"{chunk_hash}{SUFFIX}"
+
+    def _lost(self, key: CacheKey) -> bool:
+        """Whether a file that was not found should be there; else it was given up since it was asked for."""
+        with self._lock:
+            return self.contains(key) and not self._path(key.chunk_hash).exists()
 
     def _add(self, chunk_hash: str, size_bytes: int) -> None:
         self._used_bytes += size_bytes - self._sizes_bytes.pop(chunk_hash, 0)
@@ -118,6 +136,7 @@ class DiskTier(Tier):
     def _remove(self, chunk_hash: str) -> None:
         if chunk_hash in self._sizes_bytes:
             self._used_bytes -= self._sizes_bytes.pop(chunk_hash)
+            self._read.discard(chunk_hash)
             with contextlib.suppress(OSError):
                 os.unlink(self._path(chunk_hash))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 from .chunk import Chunk
 from .config import LMCacheEngineConfig
@@ -74,6 +75,12 @@ class Storage:
         self.host.remove(key)
         if self.disk is not None:
             self.disk.remove(key)
+
+    def touch(self, keys: Sequence[CacheKey]) -> None:
+        """The chunks of one request were used, given from its beginning on."""
+        self.host.touch(keys)
+        if self.disk is not None:
+            self.disk.touch(keys)
 
     def flush(self) -> None:
         """Return when all that was published is on the disk, or was skipped."""

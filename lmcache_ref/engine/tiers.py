@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ..memory import PinMemoryAllocator
 from .chunk import Chunk, ChunkLayout
@@ -30,6 +30,10 @@ class Tier(ABC):
     @abstractmethod
     def remove(self, key: CacheKey) -> None:
         """Keep the chunk no longer; nothing happens when it is not here."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[CacheKey]) -> None:
+        """The chunks of one request were used. Of one request, the end is given up before the beginning."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,10 +84,9 @@ class HostTier(Tier):
             if chunk is not None and chunk.can_evict:
                 self.remove(key)
 
-    def touch(self, keys: Iterable[CacheKey]) -> None:
-        """The keys were used, the first of them last: of one request, the end is evicted before the beginning."""
+    def touch(self, keys: Sequence[CacheKey]) -> None:
         with self._lock:
-            for key in reversed(list(keys)):
+            for key in reversed(keys):
                 if key in self._chunks:
                     self._chunks.move_to_end(key)
 
