@@ -19,7 +19,7 @@ def check_spans(starts: Any, ends: Any, num_tokens: int, first_token: int = 0) -
     if len(starts) != len(ends):
         raise ChunkError(f"{len(starts)} starts, {len(ends)} ends: lengths differ")
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if end < start or start < 0:
+        if not isinstance(start, int) or not isinstance(end, int) or end < start or start < 0:
             raise ChunkError(f"chunk {index}: [{start}, {end}) is no token range")
         if start < first_token or end > first_token + num_tokens:
             covered = f"[{first_token}, {first_token + num_tokens})"
