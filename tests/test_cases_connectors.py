@@ -7,6 +7,9 @@ Each under its number in the list of cases. 9 and 10 are in `test_layer_groups.p
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -249,3 +252,49 @@ def test_case_38_one_head_behind_hnd_and_two_heads_fused(name):
         logical = rows[what].unflatten(-1, heads[what])
         wanted = bench.pool_holding(objects, logical.view(torch.int16), [(0, 5)])
         assert_same(bench.allocator.pool, wanted, f"{what} with {hints}")
+
+
+@every_connector
+def test_one_thread_stores_while_another_loads(name, use_gpu):
+    """Two requests without a common slot; each thread's results are right every time, and nothing is held afterwards."""
+    bench = Bench(name, use_gpu=use_gpu)
+    cache, mapping = bench.cache_values(), {"store": [5, 0, 9, 27, 11, 2], "load": [1, 7, 3, 14, 20, 8]}
+    spans, values = [(0, 3), (4, 6)], bench.request_values(6)
+    bench.put_engine(cache)
+    loaded, stored = bench.allocate(spans), bench.allocate(spans)
+    bench.put_objects(loaded, values, spans)
+    wanted = bench.pieces(bench.stored(cache, torch.zeros_like(values), spans, mapping["store"]), spans)
+    wrong, barrier = [], threading.Barrier(2)
+
+    def store() -> None:
+        barrier.wait()
+        for turn in range(15):
+            for row in stored:
+                for obj in row:
+                    obj.raw_tensor.zero_()
+            bench.store(stored, spans, torch.tensor(mapping["store"]))
+            for row, pieces in zip(stored, wanted, strict=True):
+                for obj, piece in zip(row, pieces, strict=True):
+                    if not torch.equal(obj.tensor.view(piece.dtype), piece):
+                        wrong.append(f"store {turn}")
+
+    def load() -> None:
+        barrier.wait()
+        for _ in range(15):
+            bench.load(loaded, spans, torch.tensor(mapping["load"]))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for one in [pool.submit(store), pool.submit(load)]:
+                one.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    expected = bench.engine_holding(bench.loaded(cache, values, spans, mapping["load"]))
+    for flat, whole in zip(bench.engine, expected, strict=True):
+        assert_same(flat, whole, "the engine")
+    bench.connector.reap()
+    assert bench.connector.buffers.in_use == 0
+    assert {obj.get_ref_count() for row in (*stored, *loaded) for obj in row} == {1}

@@ -58,6 +58,21 @@ def test_counts(name, how, NL, spans, sync):
         assert_nothing_is_left(store, load)
 
 
+@pytest.mark.parametrize("name", LAYERWISE)
+@pytest.mark.parametrize("NL", [1, 3])
+def test_without_chunks_there_is_nothing_to_send(name, NL):
+    """`next` all the way, an empty list, or both; with chunks `next` in the place of `send` is an error."""
+    for sent in (None, [], ()):
+        bench = make(name, "staged", NL)
+        generator = bench.connector.batched_to_gpu([], [], **bench.kwargs(torch.tensor(SLOTS)))
+        next(generator)
+        assert [generator.send(sent) for _ in range(NL + 1)] == [None] * (NL + 1)
+        assert next(generator, "ended") == "ended"
+    opened = Open(make(name, "staged", NL), "load", [(1, 3)]).run(1)
+    with pytest.raises(LMCacheRefError, match="layer 0: memory_objs must be a list, got NoneType"):
+        next(opened.generator)
+
+
 # Every way out
 
 
