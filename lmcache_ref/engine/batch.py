@@ -63,12 +63,10 @@ class Pins:
         with self._lock:
             pinned = self._pinned.setdefault(request_id, {})
             for span, chunk in batch.pairs():
-                known = pinned.get(span.key)
-                if known is not chunk:
-                    chunk.pin()
-                    pinned[span.key] = chunk
-                    if known is not None:  # forgotten and stored anew since
-                        known.unpin()
+                chunk.pin()
+                if span.key in pinned:  # by an earlier lookup; not the same chunk if it was stored anew since
+                    pinned[span.key].unpin()
+                pinned[span.key] = chunk
 
     def release(self, request_id: str) -> None:
         """Undo all pins of the request, if it has any."""

@@ -59,10 +59,7 @@ class HostTier(Tier):
     def get(self, key: CacheKey) -> Chunk | None:
         with self._lock:
             chunk = self._chunks.get(key)
-            if chunk is None:
-                return None
-            self._chunks.move_to_end(key)
-            return chunk.hold()
+            return None if chunk is None else chunk.hold()
 
     def put(self, key: CacheKey, chunk: Chunk) -> bool:
         with self._lock:

@@ -332,6 +332,18 @@ def test_a_chunk_of_another_model_is_dropped(world, tmp_path):
     assert other.retrieve(TOKENS) == 0
 
 
+def test_settings_whose_chunks_differ_share_a_folder(world, tmp_path):
+    """They share no names, so going back and forth loses nothing."""
+    kinds = ["layerwise", "buffer", "V2", "V3"]
+    for stored in (12, 0):
+        for kind in kinds:
+            w = world(kind, folder=tmp_path)
+            expected = 0 if kind == "V3" else stored  # its chunks are those of V2
+            assert w.store(TOKENS) == expected and w.retrieve(TOKENS) == 12
+            assert w.engine.stats().disk_drops == 0
+            w.engine.close()
+
+
 @pytest.mark.parametrize("kind", ["V3", "V3-groups"])
 def test_v3_is_asked_before_its_groups_are_known(world, kind, tmp_path):
     """A scheduler may look up before the worker has seen the engine's memory."""

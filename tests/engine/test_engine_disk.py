@@ -266,11 +266,11 @@ def test_the_byte_limit_holds_at_every_moment(host, tmp_path, monkeypatch):
 
     for number in (0, 3):
         disk.get(key(number)).release()
-    disk.touch([key(3), key(0)])
+    disk.touch([key(0), key(3)])
     again = restarted(disk, limit_bytes=2 * size_bytes)
     assert on_disk(again) == [0, 3], "the order of use survives, a lower limit counts at once"
     again = restarted(disk, limit_bytes=size_bytes)
-    assert on_disk(again) == [3], "of one request, the end is given up first"
+    assert on_disk(again) == [0], "of one request, the end is given up first"
     tiny = restarted(disk, limit_bytes=size_bytes - 1)
     assert not put(tiny, host, 9) and tiny.skipped == {"disk_limit": 1} and on_disk(tiny) == []
 
@@ -341,6 +341,32 @@ def test_no_host_memory_is_no_damage(tmp_path):
     assert disk.get(key(0)) is None and disk.contains(key(0)) and disk.drops == 0
     blocker.release()
     disk.get(key(0)).release()
+    host.close()
+
+
+def test_a_file_given_up_while_it_is_asked_for_is_no_damage(host, disk, monkeypatch, caplog):
+    """The writer makes room between the question and the answer."""
+    put(disk, host, 0)
+
+    def too_late(path, *args):
+        disk.remove(key(0))
+        return read_chunk(path, *args)
+
+    monkeypatch.setattr("lmcache_ref.engine.disk.read_chunk", too_late)
+    assert disk.get(key(0)) is None and disk.drops == 0 and not caplog.records
+
+
+def test_a_chunk_is_evicted_only_when_none_of_its_objects_is_held():
+    host = HostTier(3 * 4096)
+    chunk = filled(host, BLENDED)
+    host.put(key(0), chunk)
+    chunk.release()
+    for obj in chunk.objects:
+        obj.ref_count_up()
+        assert host.allocate(BLENDED) is None and host.contains(key(0))
+        obj.ref_count_down()
+    host.allocate(BLENDED).release()
+    assert not host.contains(key(0)) and host.evictions == 1
     host.close()
 
 
