@@ -22,7 +22,7 @@ from .compile import load_library
 
 TILE_TOKENS = 256  # of one plane, moved by one thread at a stretch
 ONE_THREAD_BYTES = 256 << 10  # below it, waking other threads costs more than it saves
-STREAM_BYTES = 8 << 20  # from here on the targets would push everything else out of the caches
+STREAM_BYTES = 4 << 20  # where streaming stores overtake others, even when the targets were in the caches before
 TYPE_NUMBERS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 
 

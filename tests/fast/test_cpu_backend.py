@@ -116,15 +116,19 @@ def test_any_sizes_and_requests(case, direction):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("geometry", ["nhd", "hnd", "off_by_one"])
+@pytest.mark.parametrize(("NH", "HS"), [(2, 64), (3, 16), (1, 528)])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_tiles_and_streaming_stores_change_nothing(threads, geometry, direction, cpu, reference, monkeypatch):
-    """Chunks longer than a tile; every store streamed, though the batch is small."""
+def test_threads_tiles_and_streaming_stores_change_nothing(
+    threads, NH, HS, geometry, direction, cpu, reference, monkeypatch
+):
+    """Chunks longer than a tile; every store streamed that can be, though the batch is small: rows of whole cache lines,
+    and of one and a half and sixteen and a half, where each second row begins within a line."""
     monkeypatch.setattr(cpu_module, "STREAM_BYTES", 0)
     monkeypatch.setattr(cpu_module, "ONE_THREAD_BYTES", 0)
     generator = torch.Generator().manual_seed(1)
     slots = tuple(torch.randperm(96 * 8, generator=generator)[:700].tolist())
     request = Request(slots, ((0, 300), (300, 301), (310, 700)), skip=20)
-    case = Case(Sizes(2, 2, 96, 8, 2, 64), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], request)
+    case = Case(Sizes(2, 2, 96, 8, NH, HS), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], request)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

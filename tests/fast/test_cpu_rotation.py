@@ -102,6 +102,10 @@ def _position(token: int, value: int) -> torch.Tensor:
 
 ERRORS = {
     "position too large": (ArgumentError, {"old_positions": _position(9, MAX_POSITION)}),
+    "position too large that stays": (
+        ArgumentError,
+        {"old_positions": _position(9, MAX_POSITION), "new_positions": _position(9, MAX_POSITION)},
+    ),
     "negative position": (ArgumentError, {"new_positions": _position(9, -1)}),
     "positions of another length": (ArgumentError, {"old_positions": torch.arange(5)}),
     "positions of floats": (ArgumentError, {"old_positions": positions(0)[0].float()}),

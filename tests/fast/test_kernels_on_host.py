@@ -149,12 +149,13 @@ def test_rotation_skips_what_cannot_be_rotated_and_names_the_first():
     old, new = positions(0)
     old[old == 7], new[new == 7] = 8, 8
     flat = storage(torch.bfloat16, 0)
-    for token, position in ((9, 7), (4, 64), (3, -1)):
-        wrong = old.clone()
+    for token, position, stays in ((9, 7, False), (4, 64, False), (4, 64, True), (3, -1, False)):
+        wrong, wanted, bad = old.clone(), new.clone(), []
         wrong[token] = position
-        bad: list[int] = []
+        if stays:
+            wanted[token] = position
         keys, expected = (STRIDES["tokens outermost"](flat.clone()) for _ in range(2))
-        rotate(keys, wrong, new, rope, bad)
+        rotate(keys, wrong, wanted, rope, bad)
         assert bad == [token]
         spec.rerotate(expected, old, new, rope)
         others = torch.arange(len(old)) != token
