@@ -9,12 +9,16 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import getpass
+import errno
 import hashlib
 import logging
 import os
+import socket
+import stat
 import tempfile
 import threading
+import time
+from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import ArgumentError
@@ -22,6 +26,7 @@ from ...errors import ArgumentError
 logger = logging.getLogger("vllm.lmcache_ref")
 
 LONGEST_SOCKET_PATH = 100
+OLD_SOCKET_S = 60
 POLL_MS = 200  # how soon a server notices that it is to stop
 
 
@@ -54,7 +59,7 @@ def worker_address(engine_id: str, rank: int, url: str | None = None) -> str:
     """Where a worker's server listens.
 
     url: `tcp://host:port`, where rank r takes port + r, or any other address, which gets `.r` appended. None: a Unix
-    socket in the temporary folder, named after user, engine and rank, short enough whatever the id.
+    socket named after engine and rank, in a temporary folder that only this user can enter.
     """
     if url is not None and url.startswith("tcp://"):
         host, _, port = url.rpartition(":")
@@ -63,11 +68,29 @@ def worker_address(engine_id: str, rank: int, url: str | None = None) -> str:
         return f"{host}:{int(port) + rank}"
     if url is not None:
         return f"{url}.{rank}"
-    name = hashlib.sha256(f"{getpass.getuser()}:{engine_id}:{rank}".encode()).hexdigest()[:24]
-    path = os.path.join(tempfile.gettempdir(), f"lmcache-ref-{name}.sock")
-    if len(path) > LONGEST_SOCKET_PATH:
+    name = hashlib.sha256(f"{engine_id}:{rank}".encode()).hexdigest()[:24]
+    path = _socket_folder() / f"{name}.sock"
+    if len(str(path)) > LONGEST_SOCKET_PATH:
         raise ArgumentError(f"TMPDIR: {tempfile.gettempdir()!r} is too long for a Unix socket; set lookup_url")
     return f"ipc://{path}"
+
+
+def _socket_folder() -> Path:
+    """This user's folder for sockets, made if need be. ArgumentError when somebody else made it."""
+    folder = Path(tempfile.gettempdir()) / f"lmcache-ref-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ArgumentError(f"{folder} is not a folder of this user alone; remove it, or set lookup_url")
+    return folder
+
+
+def remove_dead_sockets() -> None:
+    """Remove this user's sockets of processes that were killed: old ones on which nobody listens."""
+    for path in _socket_folder().glob("*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            if time.time() - path.stat().st_mtime > OLD_SOCKET_S and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
 
 
 def _zmq() -> Any:
@@ -82,7 +105,7 @@ class LookupServer:
     """Answers the scheduler's questions to one worker's cache, in a thread of its own, until `close`.
 
     A question is `[request id, its tokens, ids of requests to release...]`; what is to be released goes first, and an
-    empty request id asks nothing more. The socket file is accessible to its owner only.
+    empty request id asks nothing more.
     """
 
     def __init__(self, address: str, cache: Cache) -> None:
@@ -91,11 +114,7 @@ class LookupServer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
         self._socket.linger = 0
-        mask = os.umask(0o177)
-        try:
-            self._socket.bind(address)
-        finally:
-            os.umask(mask)
+        self._socket.bind(address)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="lmcache-ref lookup", daemon=True)
         self._thread.start()

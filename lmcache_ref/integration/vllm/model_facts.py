@@ -45,6 +45,12 @@ def engine_id(vllm_config: Any, config: LMCacheEngineConfig) -> str:
     return f"{config.lmcache_instance_id}:{name}:{rank}"
 
 
+def scheduler_may_be_elsewhere(vllm_config: Any, config: LMCacheEngineConfig) -> bool:
+    """Whether a worker has to answer a scheduler of another process; vLLM's `uni` executor has both in one."""
+    executor = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
+    return config.lookup_transport == "zmq" or (config.lookup_transport == "auto" and executor != "uni")
+
+
 def block_size(vllm_config: Any, kv_cache_config: Any = None) -> int:
     """Tokens a block, of the one KV cache group."""
     groups = getattr(kv_cache_config, "kv_cache_groups", None)

@@ -17,7 +17,7 @@ from ...engine.cache_engine import CacheEngine
 from ...errors import ArgumentError
 from ...metadata import EngineType
 from . import model_facts
-from .lookup import LookupServer, WorkersLookup, announce, withdraw, worker_address
+from .lookup import LookupServer, WorkersLookup, announce, remove_dead_sockets, withdraw, worker_address
 from .request_tracker import SavePolicy, StepWork
 from .scheduler_side import SchedulerSide
 from .worker_side import WorkerSide
@@ -109,7 +109,8 @@ class LMCacheConnectorV1Impl:
             on_caches=self._read_caches,
         )
         announce(self.engine_id, self.rank, self.lmcache_engine)
-        if self.config.lookup_transport != "local":
+        if model_facts.scheduler_may_be_elsewhere(self.vllm_config, self.config):
+            remove_dead_sockets()
             address = worker_address(self.engine_id, self.rank, self.config.lookup_url)
             self._server = LookupServer(address, self.lmcache_engine)
         logger.info(
