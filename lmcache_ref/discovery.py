@@ -123,6 +123,18 @@ def check_hints(hints: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
+def merged_hints(hints: Mapping[str, Any] | None, stated: Mapping[str, Any]) -> dict[str, Any]:
+    """`hints` with what the connector itself knows; LayoutError when the two contradict."""
+    merged = check_hints(hints or {})
+    for key, value in stated.items():
+        if value is None:
+            continue
+        if key in merged and merged[key] != value:
+            raise LayoutError(f"layout_hints[{key!r}] is {merged[key]}, the connector was given {value}")
+        merged[key] = value
+    return check_hints(merged)
+
+
 def flatten(kv_caches: Any) -> tuple[list[torch.Tensor], tuple[int, ...]]:
     """All tensors in list order, and the lengths of the list levels, outermost first."""
     if isinstance(kv_caches, torch.Tensor):

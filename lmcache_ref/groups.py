@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .discovery import discover
+from .discovery import discover, merged_hints
 from .errors import LayoutError
 from .kv_cache import PagedKVCache
 from .layouts import Layout
@@ -35,7 +35,7 @@ def read_groups(
     if isinstance(kvcaches, torch.Tensor):
         known = metadata.layer_groups or (_whole_model(metadata),)
         stated = {"num_layers": sum(len(group.layer_indices) for group in known), **_stated(known[0])}
-        layout, planes = discover(kvcaches, engine, {**hints, **stated})
+        layout, planes = discover(kvcaches, engine, merged_hints(hints, stated))
         layers = {index: (layout, row) for index, row in enumerate(planes)}
     else:
         tensors = list(kvcaches.values() if isinstance(kvcaches, Mapping) else kvcaches)
@@ -70,7 +70,7 @@ def _read_layers(
     for (_, _, _, group), members in alike.items():
         group = group or (_whole_model(metadata) if len(alike) == 1 else None)
         stated = {} if group is None else _stated(group)
-        layout, planes = discover([tensors[index] for index in members], engine, {**hints, **stated})
+        layout, planes = discover([tensors[index] for index in members], engine, merged_hints(hints, stated))
         layers.update({index: (layout, row) for index, row in zip(members, planes, strict=True)})
     return layers
 

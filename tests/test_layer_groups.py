@@ -221,3 +221,10 @@ def test_the_bytes_of_every_group_are_final_when_a_store_returns():
         for group in range(2):
             rows = [engine.layers[layer].flatten(1, 2)[:, slots].flatten(2) for layer in (group, group + 2)]
             assert_same(obj.get_tensor(group).flatten(), torch.stack(rows, 1).flatten(), f"group {group}")
+
+
+def test_a_hint_that_contradicts_the_metadata_is_refused():
+    metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.float32, (2, 2, 16, 2, 8))
+    connector = VLLMPagedMemGPUConnectorV3(metadata, layout_hints={"num_kv_heads": 4})
+    with pytest.raises(LayoutError, match=r"'num_kv_heads'\] is 4, the connector was given 2"):
+        connector.initialize_kvcaches_ptr(kvcaches=[torch.zeros(2, 3, 4, 2, 8) for _ in range(2)])

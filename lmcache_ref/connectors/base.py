@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..backends import Operations, get_backend
-from ..discovery import flatten
+from ..discovery import flatten, merged_hints
 from ..errors import ArgumentError, SkipPrefixError
 from ..kv_cache import PagedKVCache
 from ..memory import MemoryFormat, MemoryObj
@@ -24,7 +24,7 @@ from ..metadata import EngineType, LMCacheMetadata
 from ..plan import ChunkSpan, TransferPlan, check_slots, checked_slots
 from ..transfer import Transfer
 from .buffers import DeviceBuffers
-from .checks import merged_hints, positive_int
+from .checks import positive_int
 from .interface import GPUConnectorInterface
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..discovery import check_hints
-from ..errors import ArgumentError, ChunkError, LayoutError
+from ..errors import ArgumentError, ChunkError
 from ..memory import MemoryFormat, MemoryObj
 
 
@@ -62,18 +61,6 @@ def check_object(obj: Any, name: str, fmt: MemoryFormat, *, loading: bool) -> No
         raise ChunkError(f"{name} has no tensor ({type(obj).__name__})")
     if loading and obj.metadata.fmt != fmt:
         raise ChunkError(f"{name} is {obj.metadata.fmt.name}, this connector loads {fmt.name}")
-
-
-def merged_hints(hints: Mapping[str, Any] | None, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """`hints` with what the connector itself knows; LayoutError when the two contradict."""
-    merged = check_hints(hints or {})
-    for key, value in stated.items():
-        if value is None:
-            continue
-        if key in merged and merged[key] != value:
-            raise LayoutError(f"layout_hints[{key!r}] is {merged[key]}, the connector was given {value}")
-        merged[key] = value
-    return check_hints(merged)
 
 
 def positive_int(name: str, value: Any) -> int:

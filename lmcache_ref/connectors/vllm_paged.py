@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ..discovery import merged_hints
 from ..errors import ArgumentError, ChunkError, LayoutError
 from ..groups import CacheGroup, read_groups
 from ..memory import MemoryFormat, MemoryObj
 from ..metadata import LMCacheMetadata
 from ..plan import TransferPlan, check_slots, checked_slots, validating
 from .base import ConnectorBase, nvtx
-from .checks import check_object, check_spans, merged_hints
+from .checks import check_object, check_spans
 from .whole_model import WholeModelConnector
 
 
