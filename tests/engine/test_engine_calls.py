@@ -334,7 +334,7 @@ def test_a_chunk_of_another_model_is_dropped(world, tmp_path):
 
 def test_settings_whose_chunks_differ_share_a_folder(world, tmp_path):
     """They share no names, so going back and forth loses nothing."""
-    kinds = ["layerwise", "buffer", "V2", "V3"]
+    kinds = ["layerwise", "buffer", "V2", "V3", "V2-mla", "layerwise-mla"]
     for stored in (12, 0):
         for kind in kinds:
             w = world(kind, folder=tmp_path)
