@@ -213,7 +213,7 @@ def demo(
     shown = [result for result in results if not result.skipped]
     good = bool(shown) and all(result.ok for result in shown)
     if as_json:
-        _print_json({"ok": good, "results": [dataclasses.asdict(result) for result in results]})
+        _print_json({"ok": good, "results": [_demo_document(result) for result in results]})
     else:
         for name in dict.fromkeys(result.connector for result in results):
             rows = [_demo_row(result) for result in results if result.connector == name]
@@ -222,11 +222,27 @@ def demo(
 
 
 def _demo_row(result: Any) -> dict[str, Any]:
+    """One line of the table; times in microseconds, since a demo moves little."""
     if result.skipped:
         return {"layout": result.layout, "ok": "skipped", "remark": result.note}
-    same_in_all = ("connector", "backend", "skipped", "error", "note")
-    row = {key: value for key, value in dataclasses.asdict(result).items() if key not in same_in_all}
-    return {**row, "remark": result.error or result.note}
+    return {
+        "layout": result.layout,
+        "tokens equal": result.tokens_equal,
+        "logits equal": result.logits_equal,
+        "control differs": result.control_differs,
+        "bytes": result.bytes,
+        "store us": round(result.store_seconds * 1e6),
+        "GB/s": round(result.store_gb_per_second, 2),
+        "load us": round(result.load_seconds * 1e6),
+        "GB/s ": round(result.load_gb_per_second, 2),
+        "ok": result.ok,
+        "remark": result.error or result.note,
+    }
+
+
+def _demo_document(result: Any) -> dict[str, Any]:
+    rates = {"store_gb_per_second": result.store_gb_per_second, "load_gb_per_second": result.load_gb_per_second}
+    return {**dataclasses.asdict(result), **rates}
 
 
 # ------------------------------------------------------------------------------------------------ bench and doctor
