@@ -14,6 +14,7 @@ def register() -> None:
     from lmcache_ref.backends import register_backend
 
     register_backend("cpu", _load_cpu, devices=("cpu",), unavailable=_cpu_unavailable, speed=10, stages=True)
+    register_backend("cuda", _load_cuda, devices=("cuda",), unavailable=_cuda_unavailable, speed=20, stages=True)
 
 
 def _load_cpu() -> Any:
@@ -24,5 +25,17 @@ def _load_cpu() -> Any:
 
 def _cpu_unavailable() -> str | None:
     from .cpu.compile import unavailable
+
+    return unavailable()
+
+
+def _load_cuda() -> Any:
+    from .cuda.backend import load
+
+    return load()
+
+
+def _cuda_unavailable() -> str | None:
+    from .cuda.compile import unavailable
 
     return unavailable()

@@ -10,6 +10,9 @@ from pathlib import Path
 from lmcache_ref.errors import BackendError
 
 CACHE_FOLDER = "LMCACHE_FAST_CACHE"
+STAGING_BYTES = "LMCACHE_FAST_STAGING_BYTES"
+ZERO_COPY_BYTES = "LMCACHE_FAST_ZERO_COPY_BYTES"
+DEFAULT_STAGING_BYTES = 128 << 20
 
 
 def cache_folder() -> Path:
@@ -18,6 +21,25 @@ def cache_folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache") / "lmcache_fast"
+
+
+def staging_bytes() -> int:
+    """Device memory for staging, for each direction of each device: `LMCACHE_FAST_STAGING_BYTES`, by default 128 MiB."""
+    return _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES)
+
+
+def zero_copy_bytes() -> int:
+    """Up to so many bytes a call, kernels reach host memory themselves: `LMCACHE_FAST_ZERO_COPY_BYTES`, by default 0."""
+    return _bytes(ZERO_COPY_BYTES, 0)
+
+
+def _bytes(name: str, default: int) -> int:
+    given = os.environ.get(name, "").strip()
+    if not given:
+        return default
+    if not given.isdecimal():
+        raise BackendError(f"{name}={given!r}; allowed: a number of bytes")
+    return int(given)
 
 
 def source_folder() -> Path:

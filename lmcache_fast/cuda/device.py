@@ -1,0 +1,155 @@
+"""The few verbs that the pipeline speaks to a CUDA device: streams, events, copies, launches, memory.
+
+Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize` and `fetch`. The device must
+be current (`guard`). What is ordered after what, the pipeline says; tests run it on a simulated device of the same verbs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .compile import Kernels
+
+THREADS = 256  # a block, in every launch
+HOST_MEMORY, DEVICE_MEMORY, MANAGED_MEMORY = 1, 2, 3  # cudaMemoryType; 0 is memory CUDA does not know
+
+
+class Event:
+    """An event on loan from the device's pool; it goes back when nobody holds it any more."""
+
+    __slots__ = ("_pool", "handle")
+
+    def __init__(self, handle: int, pool: list[int]):
+        self.handle, self._pool = handle, pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.handle)
+
+
+class Memory:
+    """Memory at `address`; kept as long as this object."""
+
+    __slots__ = ("_owner", "address", "num_bytes")
+
+    def __init__(self, address: int, num_bytes: int, owner: Any):
+        self.address, self.num_bytes, self._owner = address, num_bytes, owner
+
+
+class CudaDevice:
+    """One CUDA device. Construction compiles the kernels and makes its context. Streams are integers. Thread-safe."""
+
+    def __init__(self, index: int):
+        from cupy.cuda import driver, pinned_memory, runtime
+
+        self.index = index
+        self._runtime, self._driver, self._pinned = runtime, driver, pinned_memory
+        self._events: list[int] = []
+        with self.guard():
+            torch.cuda.current_stream(index).synchronize()  # torch makes the context
+            self.kernels = Kernels()
+            self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
+            self._memory_stream = self.new_stream()
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make the device current within a block, and the one before it afterwards."""
+        return torch.cuda.device(self.index)
+
+    # ------------------------------------------------------------------------------------------ streams and events
+
+    def current(self) -> int:
+        """torch's current stream."""
+        return int(torch.cuda.current_stream(self.index).cuda_stream)
+
+    def new_stream(self, urgent: bool = False) -> int:
+        """A stream that never waits for the legacy default stream. urgent: its kernels go first, where cupy can say so."""
+        if urgent and hasattr(self._runtime, "streamCreateWithPriority"):
+            return int(self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, -1))
+        return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
+
+    def record(self, stream: int) -> Event:
+        """An event that happens when all that `stream` was given so far is done."""
+        try:
+            handle = self._events.pop()
+        except IndexError:
+            handle = int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+        event = Event(handle, self._events)
+        self._runtime.eventRecord(handle, stream)
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        """What `stream` is given from now on runs after `event`."""
+        self._runtime.streamWaitEvent(stream, event.handle)
+
+    def is_done(self, event: Event) -> bool:
+        """Whether it has happened."""
+        return int(self._runtime.eventQuery(event.handle)) == 0
+
+    def synchronize(self, event: Event) -> None:
+        """Make the host wait for it."""
+        self._runtime.eventSynchronize(event.handle)
+
+    # ------------------------------------------------------------------------------------------ copies and launches
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Contiguous bytes, between any two of host and device. The host waits only for pageable memory."""
+        self._runtime.memcpyAsync(target, source, num_bytes, self._runtime.memcpyDefault, stream)
+
+    def copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
+    ) -> None:
+        """`height` runs of `width` bytes, pitches from one to the next; else as `copy`."""
+        kind = self._runtime.memcpyDefault
+        self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, kind, stream)
+
+    def launch(
+        self, kernel: str, stream: int, argument: ctypes.Structure, num_blocks: int, homes: int | None = None
+    ) -> None:
+        """Run a kernel of csrc; `argument` is copied by the call. homes: the second argument of `keep_*`, an address."""
+        second = ctypes.c_void_p(homes)
+        pointers = (ctypes.c_void_p * 2)(ctypes.addressof(argument), ctypes.addressof(second))
+        function = self.kernels.find(kernel)
+        self._driver.launchKernel(
+            function, num_blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def device_memory(self, num_bytes: int) -> Memory:
+        """Fresh memory from torch's allocator, with no work of any stream pending on it."""
+        stream = torch.cuda.ExternalStream(self._memory_stream, device=self.index)
+        with torch.cuda.stream(stream):  # a pool of its own: what lies there was never another stream's
+            tensor = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
+        stream.synchronize()  # idle, unless a debugging aid fills fresh memory
+        return Memory(tensor.data_ptr(), num_bytes, tensor)
+
+    def pinned_memory(self, num_bytes: int) -> Memory:
+        """Page-locked host memory."""
+        memory = self._pinned.alloc_pinned_memory(num_bytes)
+        return Memory(int(memory.ptr), num_bytes, memory)
+
+    def write(self, address: int, source: int, num_bytes: int) -> None:
+        """The host writes to page-locked memory."""
+        ctypes.memmove(address, source, num_bytes)
+
+    def read_word(self, address: int) -> int:
+        """The host reads eight bytes of page-locked memory."""
+        return ctypes.c_int64.from_address(address).value
+
+    def fetch(self, address: int) -> int:
+        """Eight bytes of device memory; the host waits."""
+        word = ctypes.c_int64()
+        self._runtime.memcpy(ctypes.addressof(word), address, 8, self._runtime.memcpyDeviceToHost)
+        return word.value
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the host cannot look at a tensor without waiting."""
+        return tensor.device.type != "cpu"
+
+    def mapped(self, address: int) -> int | None:
+        """What kernels call host memory at `address`; None for pageable memory, which they cannot reach."""
+        attributes = self._runtime.pointerGetAttributes(address)
+        return int(attributes.devicePointer) or None if attributes.type != 0 else None
