@@ -46,6 +46,7 @@ def environment(options: argparse.Namespace, is_085: bool) -> None:
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
         PYTHONHASHSEED="0",
+        OMP_NUM_THREADS="1",  # the tensors are small
         VLLM_ENABLE_V1_MULTIPROCESSING=str(int(options.processes > 1)),
         VLLM_WORKER_MULTIPROC_METHOD="fork",
         RECORD_BASE=options.connector,

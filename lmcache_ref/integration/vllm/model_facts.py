@@ -57,6 +57,20 @@ def block_size(vllm_config: Any, kv_cache_config: Any = None) -> int:
     return int(groups[0].kv_cache_spec.block_size if groups else vllm_config.cache_config.block_size)
 
 
+def refuse_packed_blocks(vllm_config: Any, config: LMCacheEngineConfig, tokens_per_block: int) -> None:
+    """ArgumentError for chunks that would cut a block of vLLM's CPU backend.
+
+    That backend packs the keys of a block for its kernels: a token has no row of its own, only whole blocks can move.
+    """
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) != "cpu":
+        return
+    if config.chunk_size % tokens_per_block or config.save_unfull_chunk:
+        raise ArgumentError(
+            f"chunk_size: {config.chunk_size}, save_unfull_chunk: {config.save_unfull_chunk}; allowed on a CPU, where "
+            f"only whole blocks can move: multiples of the block size {tokens_per_block}, and False"
+        )
+
+
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any = None) -> None:
     """ArgumentError for an engine whose blocks do not hold every token of a request in every worker."""
     parallel = vllm_config.parallel_config

@@ -34,7 +34,7 @@ class SavePolicy:
 class LoadSpec:
     """Load tokens `[vllm_cached_tokens, end_token)` out of the first `hit_tokens`, which the cache holds.
 
-    `end_token` is less than `hit_tokens` where vLLM computes the last tokens of the hit itself.
+    `end_token` is less than `hit_tokens` where vLLM took fewer tokens than it was promised.
     """
 
     vllm_cached_tokens: int

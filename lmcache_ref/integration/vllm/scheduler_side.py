@@ -127,8 +127,11 @@ class SchedulerSide:
                 f"num_external_tokens: {num_external_tokens} for request {request_id}; {promise.promised_tokens} tokens "
                 f"were promised"
             )
-        start = promise.vllm_cached_tokens
-        self._loads[request_id] = LoadSpec(start, promise.hit_tokens, start + num_external_tokens)
+        start, end = promise.vllm_cached_tokens, promise.hit_tokens
+        if num_external_tokens < promise.promised_tokens:
+            end = start + num_external_tokens
+        # A full hit is loaded as a whole: vLLM computes its last token again and writes the slot over.
+        self._loads[request_id] = LoadSpec(start, promise.hit_tokens, end)
 
     # ------------------------------------------------------------------------------------------ a step
 
