@@ -103,9 +103,9 @@ def rerotate(keys: Tensor, old_positions: Tensor, new_positions: Tensor, rope: R
     Raises ArgumentError (shape, position outside the table, n = 0 where a key moves), DtypeError or
     StrideError before anything is written.
     """
-    _check_keys(keys, rope)
-    old = _checked_positions("old_positions", old_positions, keys, rope)
-    new = _checked_positions("new_positions", new_positions, keys, rope)
+    check_keys(keys, rope)
+    old = checked_positions("old_positions", old_positions, keys, rope)
+    new = checked_positions("new_positions", new_positions, keys, rope)
     moved = (old != new).nonzero().squeeze(1)  # the rows to rewrite
     compute_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
 
@@ -143,7 +143,8 @@ def _cos_sin(rope: RotarySpec, positions: Tensor, dtype: torch.dtype) -> tuple[T
     return cos, sin
 
 
-def _check_keys(keys: Tensor, rope: RotarySpec) -> None:
+def check_keys(keys: Tensor, rope: RotarySpec) -> None:
+    """`keys` `[T, NH, HS]` can be rotated by `rope`; ArgumentError, DtypeError or StrideError otherwise."""
     if not isinstance(rope, RotarySpec):
         raise ArgumentError(f"rope: {type(rope).__name__}; a RotarySpec is needed")
     if not isinstance(keys, Tensor) or keys.ndim != 3:
@@ -161,8 +162,8 @@ def _check_keys(keys: Tensor, rope: RotarySpec) -> None:
         reach += stride * (size - 1)
 
 
-def _checked_positions(name: str, positions: Tensor, keys: Tensor, rope: RotarySpec) -> Tensor:
-    """`positions` as int64 on the device of the keys."""
+def checked_positions(name: str, positions: Tensor, keys: Tensor, rope: RotarySpec) -> Tensor:
+    """`positions` as int64 `[T]` on the device of the keys; ArgumentError for one outside the table."""
     if not isinstance(positions, Tensor) or positions.dtype not in POSITION_DTYPES:
         what = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise ArgumentError(f"{name}: {what}; a tensor of integers is needed")

@@ -56,10 +56,10 @@ class CpuBackend:
         self, keys: torch.Tensor, old_positions: torch.Tensor, new_positions: torch.Tensor, rope: RotarySpec
     ) -> None:
         """Keys to new positions, in place; see `lmcache_ref.rope.rerotate`, whose bits these are."""
-        spec._check_keys(keys, rope)
+        spec.check_keys(keys, rope)
         _require_host("keys", keys.device)
-        old = spec._checked_positions("old_positions", old_positions, keys, rope).contiguous()
-        new = spec._checked_positions("new_positions", new_positions, keys, rope).contiguous()
+        old = spec.checked_positions("old_positions", old_positions, keys, rope).contiguous()
+        new = spec.checked_positions("new_positions", new_positions, keys, rope).contiguous()
         table = rope.cos_sin_cache.detach().cpu()
         table = table if table.stride(1) == 1 else table.contiguous()
         rotation = describe_rotation(keys, old, new, table, rope.is_neox)

@@ -102,7 +102,7 @@ class CudaBackend:
 
         Positions on the host are checked there; those on a device make the host wait.
         """
-        spec._check_keys(keys, rope)
+        spec.check_keys(keys, rope)
         device = self._engine("keys", keys.device).device
         with torch.no_grad(), device.guard():
             old, new = (
@@ -180,7 +180,7 @@ def _checked(name: str, positions: torch.Tensor, keys: torch.Tensor, rope: Rotar
     """Positions as the specification checks them, contiguous; those of the host are checked, and stay, there."""
     on_host = isinstance(positions, torch.Tensor) and positions.device.type == "cpu"
     like = torch.empty(keys.shape[0], 0, 0) if on_host else keys
-    return spec._checked_positions(name, positions, like, rope).contiguous()
+    return spec.checked_positions(name, positions, like, rope).contiguous()
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
