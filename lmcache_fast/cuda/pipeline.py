@@ -448,9 +448,9 @@ def segment_bytes(staging: int, token_bytes: int, kv_size: int, call_bytes: int)
 
 
 def lanes_per_row(vectors: int) -> int:
-    """Neighbouring threads that share a row: as many as there is work for, with at most one in ten idle."""
+    """Neighbouring threads that share a row: as many as there is work for, with at most one in five idle."""
     lanes = 32
-    while lanes > 1 and vectors < 0.9 * lanes * -(-vectors // lanes):
+    while lanes > 1 and vectors < 0.8 * lanes * -(-vectors // lanes):
         lanes //= 2
     return lanes
 
