@@ -384,10 +384,11 @@ def test_no_call_waits_on_the_host(cuda):
     for _ in range(2):
         cuda.gather(world.plan()).synchronize()
         cuda.scatter(world.plan()).synchronize()
+    slots = world.slots.cuda()
     busy(300)
     marker = torch.cuda.Event()
     marker.record()
-    transfers = [cuda.gather(world.plan(world.slots.cuda(non_blocking=True)))]
+    transfers = [cuda.gather(world.plan(slots))]
     transfers[0].wait()
     transfers.append(cuda.scatter(world.plan()))
     transfers[1].wait()
