@@ -15,7 +15,8 @@ import torch
 from .compile import Kernels
 
 THREADS = 256  # a block, in every launch
-HOST_MEMORY, DEVICE_MEMORY, MANAGED_MEMORY = 1, 2, 3  # cudaMemoryType; 0 is memory CUDA does not know
+UNREGISTERED = 0  # cudaMemoryType of memory that CUDA does not know
+SUCCESS, NOT_READY = 0, 600  # cudaError
 
 
 class Event:
@@ -39,6 +40,18 @@ class Memory:
         self.address, self.num_bytes, self._owner = address, num_bytes, owner
 
 
+class _Guard(torch.cuda.device):
+    """torch's guard; cupy's runtime library, which may be another copy, is told as well."""
+
+    def __init__(self, index: int, runtime: Any):
+        super().__init__(index)
+        self._index, self._runtime = index, runtime
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._runtime.setDevice(self._index)
+
+
 class CudaDevice:
     """One CUDA device. Construction compiles the kernels and makes its context. Streams are integers. Thread-safe."""
 
@@ -56,7 +69,7 @@ class CudaDevice:
 
     def guard(self) -> AbstractContextManager[Any]:
         """Make the device current within a block, and the one before it afterwards."""
-        return torch.cuda.device(self.index)
+        return _Guard(self.index, self._runtime)
 
     # ------------------------------------------------------------------------------------------ streams and events
 
@@ -85,8 +98,11 @@ class CudaDevice:
         self._runtime.streamWaitEvent(stream, event.handle)
 
     def is_done(self, event: Event) -> bool:
-        """Whether it has happened."""
-        return int(self._runtime.eventQuery(event.handle)) == 0
+        """Whether it has happened. Raises what broke the device."""
+        status = int(self._runtime.eventQuery(event.handle))
+        if status not in (SUCCESS, NOT_READY):
+            self._runtime.eventSynchronize(event.handle)  # raises it by name
+        return status == SUCCESS
 
     def synchronize(self, event: Event) -> None:
         """Make the host wait for it."""
@@ -152,4 +168,4 @@ class CudaDevice:
     def mapped(self, address: int) -> int | None:
         """What kernels call host memory at `address`; None for pageable memory, which they cannot reach."""
         attributes = self._runtime.pointerGetAttributes(address)
-        return int(attributes.devicePointer) or None if attributes.type != 0 else None
+        return int(attributes.devicePointer) or None if attributes.type != UNREGISTERED else None

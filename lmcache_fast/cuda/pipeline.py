@@ -231,7 +231,7 @@ class Lane:
         self._copies = [device.new_stream() for _ in range(COPY_STREAMS)]
         self._turn = 0  # which copy stream is next
         self._ring: Ring | None = None
-        self._under_way: list[CudaTransfer] = []
+        self._under_way: deque[CudaTransfer] = deque()
         self._lock = threading.Lock()
 
     def look_at_slots(self, plan: TransferPlan) -> Slots:
@@ -263,11 +263,9 @@ class Lane:
             return self._staged(plan, slots, homes)
 
     def _reap(self) -> None:
-        """Forget transfers that are done. Raises an error that nobody has asked for."""
-        for transfer in list(self._under_way):
-            if transfer.done():
-                self._under_way.remove(transfer)
-                transfer.raise_error()
+        """Forget transfers that are done, oldest first. Raises an error that nobody has asked for."""
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft().raise_error()
 
     def _begun(self, plan: TransferPlan, slots: Slots, uploaded: Uploaded, events: Sequence[Any]) -> CudaTransfer:
         cache = plan.cache
