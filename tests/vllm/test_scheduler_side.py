@@ -402,8 +402,10 @@ def test_every_way_out_gives_the_pins_back():
     side.forget("c")
     side.forget("c")
     assert set(lookup.pins) == {"d"}
+    side.forget("d")
+    assert not lookup.pins
     side.close()
-    assert not lookup.pins and lookup.closed
+    assert lookup.closed
 
 
 def test_nothing_is_kept_of_finished_requests():

@@ -7,7 +7,6 @@ Unix socket whose path both derive from the engine's id and the worker's rank. N
 from __future__ import annotations
 
 import array
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -118,7 +117,6 @@ class LookupServer:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="lmcache-ref lookup", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -142,7 +140,8 @@ class LookupServer:
 
     def close(self) -> None:
         """Stop the thread and remove the socket. May be called twice."""
-        atexit.unregister(self.close)
+        if self._context.closed:
+            return
         self._stop.set()
         self._thread.join()
         self._context.term()

@@ -212,7 +212,5 @@ class SchedulerSide:
             self.lookup.release(request_id)
 
     def close(self) -> None:
-        """Give all pins back and close the lookup. May be called twice."""
-        for request_id in list(self._pinned):
-            self._release(request_id)
+        """Close the lookup. Pins are left to the workers, who end too and may be gone already. May be called twice."""
         self.lookup.close()

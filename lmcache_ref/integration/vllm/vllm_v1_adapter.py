@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class LMCacheConnectorV1Impl:
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self.lmcache_engine: CacheEngine | None = None
-        self._server: LookupServer | None = None
+        self._close: Callable[[], None] = lambda: None
         if role.name == "SCHEDULER":
             self.scheduler = self._scheduler_side(metadata_type)
         else:
@@ -94,10 +96,12 @@ class LMCacheConnectorV1Impl:
     def _start_worker(self, reports_failures: bool) -> None:
         """Make the cache, and make it known to the scheduler."""
         metadata = model_facts.metadata(self.vllm_config, self.config, "worker")
-        hints = model_facts.layout_hints(self.vllm_config, engine_lays_out=hasattr(self._parent, "register_kv_caches"))
+        engine_lays_out = hasattr(self._parent, "register_kv_caches")
+        if engine_lays_out:
+            model_facts.refuse_packed_blocks(self.vllm_config, self.config, self.block_size)
+        hints = model_facts.layout_hints(self.vllm_config, engine_lays_out=engine_lays_out)
         connector = CreateGPUConnector(self.config, metadata, EngineType.VLLM, hints)
         self.lmcache_engine = CacheEngine(self.config, metadata, connector)
-        self.rank = metadata.worker_id
         self.worker = WorkerSide(
             self.lmcache_engine,
             block_size=self.block_size,
@@ -108,11 +112,18 @@ class LMCacheConnectorV1Impl:
             reports_failures=reports_failures and metadata.world_size == 1,
             on_caches=self._read_caches,
         )
-        announce(self.engine_id, self.rank, self.lmcache_engine)
+        announce(self.engine_id, metadata.worker_id, self.lmcache_engine)
+        server = None
         if model_facts.scheduler_may_be_elsewhere(self.vllm_config, self.config):
             remove_dead_sockets()
-            address = worker_address(self.engine_id, self.rank, self.config.lookup_url)
-            self._server = LookupServer(address, self.lmcache_engine)
+            server = LookupServer(
+                worker_address(self.engine_id, metadata.worker_id, self.config.lookup_url), self.lmcache_engine
+            )
+        withdrawal = partial(withdraw, self.engine_id, metadata.worker_id, self.lmcache_engine)
+        # vLLM 0.8.5 never calls `shutdown`. Finalizers of multiprocessing run at the end of child processes too.
+        self._close = Finalize(
+            None, close_worker, (self.worker, self.lmcache_engine, server, withdrawal), exitpriority=1
+        )
         logger.info(
             "LMCache: %s, chunks of %d tokens, %s GiB of host memory",
             type(connector).__name__,
@@ -192,10 +203,15 @@ class LMCacheConnectorV1Impl:
         """Give back pins and memory, write what waits for the disk. May be called twice."""
         if self.scheduler is not None:
             self.scheduler.close()
-        if self.worker is None or self.lmcache_engine is None:
-            return
-        self.worker.close()
-        withdraw(self.engine_id, self.rank, self.lmcache_engine)
-        if self._server is not None:
-            self._server.close()
-        self.lmcache_engine.close()
+        self._close()
+
+
+def close_worker(
+    worker: WorkerSide, engine: CacheEngine, server: LookupServer | None, withdrawal: Callable[[], None]
+) -> None:
+    """End a worker's half: nobody asks any more, then the cache goes."""
+    withdrawal()
+    if server is not None:
+        server.close()
+    worker.close()
+    engine.close()

@@ -6,6 +6,7 @@ It owns no cache and knows no scheduler. What failed to load is never stored, an
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -217,10 +218,16 @@ class WorkerSide:
         return Save(generator, lambda at_end: self._may_store(work, at_end))
 
     def wait_for_save(self) -> None:
-        """Store what the step has computed; final when this returns. Without anything to store, or again: nothing."""
+        """Store what the step has computed; final when this returns. Without anything to store, or again: nothing.
+
+        vLLM 0.8.5 calls this also when the model failed, in a `finally`: then the slots are not to be trusted.
+        """
         if self._saved or not self._caches:
             return
         self._saved = True
+        if sys.exc_info()[0] is not None:
+            self._close_layers()
+            return
         if self._layer_loads is not None:
             self._layer_loads.finish()
         if self.layerwise:
