@@ -1,6 +1,7 @@
 // The CUDA kernels as functions on the host: launches that run every thread of the grid, one after the other.
 #include "cuda_on_host.h"
 
+#include "keep.cu"
 #include "rotate.cu"
 #include "transfer.cu"
 
@@ -31,4 +32,13 @@ extern "C" void launch_rotate(const Rotation* rotation, int key_type, int table_
     static const RotateKernel kernels[4][4] = {ROTATE_KEY(bfloat16), ROTATE_KEY(float16), ROTATE_KEY(float32),
                                                ROTATE_KEY(float64)};
     launch(kernels[key_type][table_type], rotation, blocks, threads);
+}
+
+// What keep_* does with one thread after the other; homes as its second argument.
+extern "C" void launch_keep(const Move* move, const Chunk* homes, int width_log2, int blocks, int threads) {
+    static void (*const kernels[5])(Move, const Chunk*) = {keep_1, keep_2, keep_4, keep_8, keep_16};
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < (unsigned)blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < (unsigned)threads; ++threadIdx.x) kernels[width_log2](*move, homes);
 }

@@ -30,7 +30,8 @@ def library() -> ctypes.CDLL:
     loaded = load_library("cuda_on_host", [HERE / "cuda_on_host.cpp"], content, include)
     loaded.launch_move.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p]
     loaded.launch_rotate.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
-    loaded.launch_move.restype = loaded.launch_rotate.restype = None
+    loaded.launch_keep.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3]
+    loaded.launch_move.restype = loaded.launch_rotate.restype = loaded.launch_keep.restype = None
     return loaded
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from emulated import library
 
 from lmcache_fast.cuda.device import Memory
 from lmcache_fast.descriptors import WORDS_PER_CHUNK, WORDS_PER_PLANE, Move
@@ -289,7 +290,7 @@ class SimulatedDevice:
         return list((ctypes.c_int64 * count).from_address(address))
 
     def _move(self, name: str, width: int, move: Any, homes: int | None) -> tuple[Spans, Spans]:
-        """What csrc does, row by row, said once more: gather, scatter, and keep."""
+        """Which bytes a kernel of csrc will touch, row by row, said once more; then its own text is run, thread by thread."""
         num_planes, num_chunks = move.num_layers * move.kv_size, move.num_chunks
         tables = [
             (move.planes, move.planes + num_planes * WORDS_PER_PLANE * WORD),
@@ -310,8 +311,6 @@ class SimulatedDevice:
             reads.append(ids)
             for token, slot in enumerate(self._words(ids[0], num_tokens)):
                 if slot >= move.num_ids and name != "keep":
-                    flag = ctypes.c_uint64.from_address(move.bad_token)
-                    flag.value = min(flag.value, first + token)
                     writes.append((move.bad_token, move.bad_token + WORD))
                 if (0 <= slot < move.num_ids) == (name == "keep"):
                     continue
@@ -328,10 +327,20 @@ class SimulatedDevice:
                         for address in (source, target):
                             assert address % width == 0
                             self._require(address, address + move.piece_bytes)
-                        ctypes.memmove(target, source, move.piece_bytes)
                         reads.append((source, source + move.piece_bytes))
                         writes.append((target, target + move.piece_bytes))
+        run_kernel(name, width, move, homes)
         return reads, writes
+
+
+def run_kernel(name: str, width: int, move: Any, homes: int | None) -> None:
+    """gather, scatter or keep, with few threads."""
+    argument, width_log2, blocks, threads = ctypes.byref(move), width.bit_length() - 1, 2, 32
+    if name == "keep":
+        library().launch_keep(argument, homes, width_log2, blocks, threads)
+    else:
+        counts = (ctypes.c_int64 * 2)()
+        library().launch_move(argument, int(name == "scatter"), width_log2, blocks, threads, ctypes.addressof(counts))
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
