@@ -18,7 +18,8 @@ from lmcache_ref.transfer import Transfer
 
 from ..descriptors import describe_rotation
 from .device import THREADS, CudaDevice
-from .pipeline import BLOCKS_PER_MULTIPROCESSOR, Blocks, Lane
+from .holdings import Blocks
+from .pipeline import BLOCKS_PER_MULTIPROCESSOR, Lane
 
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16",

@@ -1,6 +1,7 @@
 """Store and load of one plan: which launch and which copy runs on which stream, and what waits for what.
 
-Everything about streams, events and staging is here, spoken in the verbs of `device.py`; nothing else decides an order.
+Everything about streams, events and staging is here and in `holdings.py`, spoken in the verbs of `device.py`; nothing else
+decides an order.
 Host chunks go through a ring of staging memory: a store gathers a segment in one short launch, then the copy engines
 carry it off; a load is the reverse. Chunks on the device are moved by one launch on the current stream.
 """
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
 
@@ -34,10 +34,9 @@ from ..descriptors import (
     vector_bytes,
 )
 from ..environment import staging_bytes, zero_copy_bytes
-from .device import Memory
+from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Ring, Slots, Uploaded
 from .segments import Home, Segment, cut, home_words, homes_of, staged_words
 
-WORD_BYTES = 8
 COPY_STREAMS = 2  # a direction: one copy starts while the other ends
 STAGED_BLOCKS = 66  # thread blocks of a staged launch: a short burst on half the multiprocessors of an H200
 ZERO_COPY_BLOCKS = 16
@@ -47,155 +46,9 @@ TILE_BYTES = 16 << 10  # of one plane, moved by a warp at a stretch
 LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, LEAST_SEGMENT_BYTES = 32 << 20, 16 << 20, 4 << 20
 SMALL_ROW_BYTES = 512  # rows up to this use small segments
 SEGMENTS_PER_CALL = 4  # at least, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
-FIRST_BLOCK_BYTES = 64 << 10
 FLAG_WORDS = 2  # the first bad token, and one word to keep what follows aligned to 16 bytes
-NO_BAD_TOKEN = -1  # all ones, unsigned
 
 logger = logging.getLogger(__name__)
-
-
-class Block(NamedTuple):
-    """Descriptors of one call: written by the host in page-locked memory, read by kernels in device memory."""
-
-    pinned: Memory
-    device: Memory
-
-
-class Blocks:
-    """Blocks that no call uses. One is taken by a call and returns when its transfer is done."""
-
-    def __init__(self, device: Any):
-        self._device = device
-        self._free: list[Block] = []
-        self._lock = threading.Lock()
-
-    def take(self, num_bytes: int) -> Block:
-        """A free one that is large enough, else a new one."""
-        with self._lock:
-            for i, block in enumerate(self._free):
-                if block.pinned.num_bytes >= num_bytes:
-                    return self._free.pop(i)
-        size = max(FIRST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
-        return Block(self._device.pinned_memory(size), self._device.device_memory(size))
-
-    def give_back(self, block: Block) -> None:
-        with self._lock:
-            self._free.append(block)
-
-
-class Slots(NamedTuple):
-    """What is known of a call's slots. on_device: their values are not on the host. reports: nobody has looked at them, so
-    the kernel must say which is out of range. may_skip: a token may be skipped."""
-
-    on_device: bool
-    reports: bool
-    may_skip: bool
-
-
-class Uploaded(NamedTuple):
-    """A block in use, and where on the device the slots are."""
-
-    block: Block
-    slots_address: int
-
-
-class CudaTransfer(Transfer):
-    """Handle of a transfer under way. It keeps what the device still reads or writes.
-
-    events: when all have happened, the bytes have arrived. counted: how many slots there are, for the message; None when
-    there is nothing to report.
-    """
-
-    def __init__(
-        self, device: Any, blocks: Blocks, events: Sequence[Any], uploaded: Uploaded, counted: str | None, keep: Any
-    ):
-        self._device, self._blocks, self._counted = device, blocks, counted
-        self._events = tuple(events)
-        self._under_way: tuple[Uploaded, Any] | None = (uploaded, keep)
-        self._error: SlotRangeError | None = None
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Make the current stream wait; raise SlotRangeError where it is known already. The host does not wait."""
-        events = self._events
-        if self._counted is not None and self.done():
-            self.raise_error()
-        if self._under_way is not None:
-            current = self._device.current()
-            for event in events:
-                self._device.wait(current, event)
-
-    def synchronize(self) -> None:
-        """Make the host wait. Raises SlotRangeError, once, when a slot on the device was out of range."""
-        self.finish()
-        self.raise_error()
-
-    def finish(self) -> None:
-        """Make the host wait; what the kernel found is kept for later."""
-        for event in self._events:
-            self._device.synchronize(event)
-        self._finish()
-
-    def done(self) -> bool:
-        """Whether the bytes have arrived."""
-        if self._under_way is not None:
-            if not all(self._device.is_done(event) for event in self._events):
-                return False
-            self._finish()
-        return True
-
-    def raise_error(self) -> None:
-        """Raise what the kernel found, unless that was done before."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _finish(self) -> None:
-        """Once all events have happened: read the flag, let go of everything."""
-        with self._lock:
-            if self._under_way is None:
-                return
-            (block, slots_address), _ = self._under_way
-            if self._counted is not None:
-                token = self._device.read_word(block.pinned.address)
-                if token != NO_BAD_TOKEN:
-                    value = self._device.fetch(slots_address + token * WORD_BYTES)
-                    self._error = SlotRangeError(f"slots[{token}] = {value}: the cache has {self._counted} slots")
-            self._events, self._under_way = (), None
-            self._blocks.give_back(block)
-
-
-class Ring:
-    """Staging memory, given out in turn. Who takes a place waits for whoever had any of it before."""
-
-    def __init__(self, memory: Memory):
-        self.memory = memory
-        self._head = 0
-        self._users: deque[tuple[int, int, int, Any]] = deque()  # (begin, end, stream, event)
-
-    def place(self, num_bytes: int) -> int:
-        """The address of the next place."""
-        if self._head + num_bytes > self.memory.num_bytes:
-            self._head = 0
-        begin, self._head = self._head, self._head + num_bytes
-        return self.memory.address + begin
-
-    def claim(self, device: Any, stream: int, begin: int, num_bytes: int) -> None:
-        """`stream` waits for those that used the place before."""
-        newest: dict[int, Any] = {}
-        others: deque[tuple[int, int, int, Any]] = deque()
-        for user in self._users:
-            if user[0] < begin + num_bytes and begin < user[1]:
-                newest[user[2]] = user[3]
-            else:
-                others.append(user)
-        self._users = others
-        for event in newest.values():
-            device.wait(stream, event)
-
-    def release(self, begin: int, num_bytes: int, stream: int, event: Any) -> None:
-        """The place is free once `event` of `stream` has happened."""
-        self._users.append((begin, begin + num_bytes, stream, event))
 
 
 class Issue(NamedTuple):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import VERBS, Race, SimulatedDevice
 
-from lmcache_fast.cuda import pipeline
+from lmcache_fast.cuda import holdings, pipeline
 from lmcache_fast.cuda.backend import Engine
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
@@ -307,7 +307,7 @@ def test_every_wait_and_record_in_the_code_was_left_out_once():
                 if (verb, number) in missed(name):
                     effective.add(use.site)
     assert effective == places
-    source = Path(pipeline.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in (holdings, pipeline))
     assert len(places) == sum(source.count(f".{verb}(") for verb in VERBS)
 
 
