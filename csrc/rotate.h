@@ -39,10 +39,17 @@ LMC_SHARED u32 bits_of(float value) { union { float number; u32 bits; } u; u.num
 LMC_SHARED float float_of(u32 value) { union { u32 bits; float number; } u; u.bits = value; return u.number; }
 
 #if defined(__CUDA_ARCH__)
-LMC_SHARED float times(float a, float b) { return __fmul_rn(a, b); }
-LMC_SHARED float plus(float a, float b) { return __fadd_rn(a, b); }
-LMC_SHARED float minus(float a, float b) { return __fsub_rn(a, b); }
-LMC_SHARED float over(float a, float b) { return __fdiv_rn(a, b); }
+// In PTX, because whoever compiles may flush subnormals of float arithmetic (cupy passes -ftz=true); these never do.
+#define LMC_FLOAT_OPERATION(name, instruction)                                        \
+    LMC_SHARED float name(float a, float b) {                                         \
+        float result;                                                                 \
+        asm(instruction " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));              \
+        return result;                                                                \
+    }
+LMC_FLOAT_OPERATION(times, "mul.rn.f32")
+LMC_FLOAT_OPERATION(plus, "add.rn.f32")
+LMC_FLOAT_OPERATION(minus, "sub.rn.f32")
+LMC_FLOAT_OPERATION(over, "div.rn.f32")
 LMC_SHARED double times(double a, double b) { return __dmul_rn(a, b); }
 LMC_SHARED double plus(double a, double b) { return __dadd_rn(a, b); }
 LMC_SHARED double minus(double a, double b) { return __dsub_rn(a, b); }
@@ -101,8 +108,10 @@ LMC_SHARED Angle<Real> angle_at(const Rotation& rotation, i64 old_position, i64 
     return angle;
 }
 
-// Whether the old rotation can be undone: the norm is neither zero nor infinite nor NaN.
-template <typename Real> LMC_SHARED bool can_undo(Real norm) { return norm > 0 && minus(norm, norm) == 0; }
+// Whether the old rotation can be undone: the norm is neither zero nor infinite nor NaN. (By its bits: a comparison of
+// floats may flush a subnormal too.)
+LMC_SHARED bool can_undo(float norm) { return bits_of(norm) - 1 < 0x7f800000 - 1; }
+LMC_SHARED bool can_undo(double norm) { return norm > 0 && minus(norm, norm) == 0; }
 
 template <typename Real> LMC_SHARED void rerotate_pair(const Angle<Real>& angle, Real* x, Real* y) {
     const Real x0 = over(plus(times(*x, angle.old_cos), times(*y, angle.old_sin)), angle.norm);

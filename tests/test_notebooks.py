@@ -13,8 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import nbformat
 import pytest
+
+pytest.importorskip("nbclient", reason="nbclient is not installed")
+
+import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient

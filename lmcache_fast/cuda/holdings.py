@@ -147,14 +147,21 @@ class Ring:
         return self.memory.address + begin
 
     def claim(self, device: Any, stream: int, begin: int, num_bytes: int) -> None:
-        """`stream` waits for those that used the place before."""
+        """`stream` waits for those that used any of the place before. What they had beside it stays theirs: another
+        stream may come for that."""
+        end = begin + num_bytes
         newest: dict[int, Any] = {}
         others: deque[tuple[int, int, int, Any]] = deque()
         for user in self._users:
-            if user[0] < begin + num_bytes and begin < user[1]:
-                newest[user[2]] = user[3]
-            else:
+            first, last, by, event = user
+            if last <= begin or end <= first:
                 others.append(user)
+                continue
+            newest[by] = event
+            if first < begin:
+                others.append((first, begin, by, event))
+            if end < last:
+                others.append((end, last, by, event))
         self._users = others
         for event in newest.values():
             device.wait(stream, event)

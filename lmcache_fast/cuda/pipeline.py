@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
 
@@ -116,9 +117,16 @@ class Lane:
             return self._staged(plan, slots, homes)
 
     def _reap(self) -> None:
-        """Forget transfers that are done, oldest first. Raises an error that nobody has asked for."""
+        """Forget transfers that are done, oldest first. Raises the first error that nobody has asked for; those of the
+        others, mostly the same request's, go with it."""
+        errors = []
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().raise_error()
+            try:
+                self._under_way.popleft().raise_error()
+            except SlotRangeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _begun(self, plan: TransferPlan, slots: Slots, uploaded: Uploaded, events: Sequence[Any]) -> CudaTransfer:
         cache = plan.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -36,6 +38,7 @@ class LayerwiseCall:
         self.skip = max(0, connector.cached_tokens(kwargs) - offset) if loading else 0
         self.backend: Operations = get_backend(device=self.cache.device)
         self.pending: list[Transfer] = []
+        self._waited: list[Transfer] = []  # by the stream, which says nothing of what went wrong on the device
         connector.check_call(self)
         if not self.slots.is_cuda or validating():
             spans = connector.moved_spans(self, loading=loading)
@@ -70,10 +73,15 @@ class LayerwiseCall:
         """`wait` for or `synchronize` all pending transfers but the `keep` newest, oldest first."""
         count = max(0, len(self.pending) - keep)
         ready, self.pending = self.pending[:count], self.pending[count:]
+        self._waited += ready if how == "wait" else []
         self.connector.settle(ready, how)
 
     def abandon(self) -> None:
-        """On every way out: no transfer of this call is left running over buffers or objects."""
+        """On every way out: no transfer of this call is left running over buffers or objects. An error that ends the call
+        speaks for all of its transfers; none of theirs is left for a later call to raise."""
+        if isinstance(sys.exc_info()[1], Exception):
+            with contextlib.suppress(Exception):
+                self.connector.settle(self._waited, "synchronize")
         self.settle("synchronize")
 
 
