@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -45,8 +46,11 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 # In a checkout that is not installed, no entry point brings the fast backends: what it names is called here instead.
 # (Once a process: `test_house.py` runs this file in a process that has run it before.)
-if not importlib.metadata.entry_points(group="lmcache_ref.backends", name="fast") and "cpu" not in BACKENDS:
-    lmcache_fast.register()
+if not importlib.metadata.entry_points(group="lmcache_ref.backends", name="fast"):
+    _root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_root, os.environ.get("PYTHONPATH")]))  # for subprocesses
+    if "cpu" not in BACKENDS:
+        lmcache_fast.register()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -239,7 +239,7 @@ def test_hypothesis_profile(ci):
     output = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT / "tests",
-        env={**os.environ, "CI": ci},
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
         check=True,
         capture_output=True,
         text=True,

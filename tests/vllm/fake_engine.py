@@ -8,6 +8,7 @@ Free blocks hold sentinels. Nothing here uses the library's slot arithmetic.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from lmcache_ref.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 
 SENTINEL = -0x1112
 NL, NH, HS = 3, 2, 4
+INSTANCES = itertools.count()
 
 # layout -> (shape of a layer's cache, view [NB, BS, NH, HS] of plane k)
 LAYOUTS = {
@@ -35,7 +37,7 @@ def vllm_config(
 ) -> SimpleNamespace:
     """What a connector reads of vLLM's configuration."""
     return SimpleNamespace(
-        instance_id="fake",
+        instance_id=f"fake-{next(INSTANCES)}",
         kv_transfer_config=SimpleNamespace(kv_role=role, kv_connector_extra_config=extra or {}),
         parallel_config=SimpleNamespace(
             **{"rank": 0, "world_size": 1, "distributed_executor_backend": "uni"} | parallel

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_ref.engine import CacheEngineBuilder
 from lmcache_ref.errors import ArgumentError
-from lmcache_ref.integration.vllm import lookup
 from lmcache_ref.integration.vllm.lookup import (
     LookupServer,
     RemoteCache,
     WorkersLookup,
-    announce,
     remove_dead_sockets,
-    withdraw,
     worker_address,
+    worker_name,
 )
 
 
@@ -58,15 +57,14 @@ def own_temporary_folder(monkeypatch):
 
 
 @pytest.fixture
-def workers():
+def workers(monkeypatch):
     """Makes the workers of an engine, in this process or behind sockets; undone at the end."""
     undo = []
 
     def make(engine_id, caches, transport):
         for rank, cache in enumerate(caches):
             if transport == "local":
-                announce(engine_id, rank, cache)
-                undo.append(lambda rank=rank, cache=cache: withdraw(engine_id, rank, cache))
+                monkeypatch.setitem(CacheEngineBuilder._engines, worker_name(engine_id, rank), cache)
             else:
                 undo.append(LookupServer(worker_address(engine_id, rank), cache).close)
 
@@ -111,16 +109,6 @@ def test_engines_do_not_answer_for_each_other(workers):
     with pytest.raises(ArgumentError, match="'local', but worker 0 is in another process"):
         WorkersLookup("e:1", 1, transport="local").lookup(TOKENS, "r")
     assert worker_address("e:0", 1) != worker_address("e:1", 0)
-
-
-def test_withdrawal_spares_a_newer_cache():
-    old, new = Cache(1), Cache(2)
-    announce("e", 0, old)
-    announce("e", 0, new)
-    withdraw("e", 0, old)
-    assert WorkersLookup("e", 1, transport="local").lookup(TOKENS, "r") == 2
-    withdraw("e", 0, new)
-    assert ("e", 0) not in lookup._local
 
 
 def test_nobody_answers():
