@@ -185,8 +185,8 @@ class V3SwapsOnStore(VLLMPagedMemGPUConnectorV3):
 class V3ForgetsTheLastGroup(VLLMPagedMemGPUConnectorV3):
     """Right where there is one group."""
 
-    def _plans(self, *args, loading, **kwargs):
-        plans = super()._plans(*args, loading=loading, **kwargs)
+    def plans(self, *args, loading, **kwargs):
+        plans = super().plans(*args, loading=loading, **kwargs)
         return plans[:-1] if loading and len(plans) > 1 else plans
 
 

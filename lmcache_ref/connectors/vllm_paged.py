@@ -10,12 +10,11 @@ import torch
 from ..discovery import merged_hints
 from ..errors import ArgumentError, ChunkError, LayoutError
 from ..groups import CacheGroup, read_groups
-from ..memory import MemoryFormat, MemoryObj
+from ..memory import MemoryFormat
 from ..metadata import LMCacheMetadata
 from ..plan import TransferPlan, check_slots, checked_slots, validating
-from .base import ConnectorBase, nvtx
 from .checks import check_object, check_spans
-from .whole_model import WholeModelConnector
+from .whole_model import AllLayersConnector, WholeModelConnector
 
 
 class VLLMPagedMemGPUConnectorV2(WholeModelConnector):
@@ -25,7 +24,7 @@ class VLLMPagedMemGPUConnectorV2(WholeModelConnector):
     """
 
 
-class VLLMPagedMemGPUConnectorV3(ConnectorBase):
+class VLLMPagedMemGPUConnectorV3(AllLayersConnector):
     """Layers may differ in (K and V or one plane, NH, HS, BS, dtype); equal ones form a group.
 
     Groups are ordered by their first layer and fixed from the first `kvcaches` on (or by the metadata). An object holds
@@ -90,37 +89,7 @@ class VLLMPagedMemGPUConnectorV3(ConnectorBase):
         self.metadata.set_layer_groups([group.layers for group in groups])
         return groups
 
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Load one object into the slots of tokens `[start, end)`."""
-        self.batched_to_gpu([memory_obj], [start], [end], **kwargs)
-
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Store the slots of tokens `[start, end)` into one object; its bytes are final on return."""
-        self.batched_from_gpu([memory_obj], [start], [end], **kwargs)
-
-    @nvtx
-    def batched_to_gpu(
-        self,
-        memory_objs: Sequence[MemoryObj] | None = None,
-        starts: Sequence[int] | None = None,
-        ends: Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Load chunks: one backend call for each group. Writes slots, except skipped ones."""
-        plans = self._plans(memory_objs, starts, ends, kwargs, loading=True)
-        self.run_all("scatter", plans, memory_objs or (), "wait")
-
-    @nvtx
-    def batched_from_gpu(
-        self, memory_objs: Sequence[MemoryObj], starts: Sequence[int], ends: Sequence[int], **kwargs: Any
-    ) -> None:
-        """Store chunks: one backend call for each group. Writes the objects and their format."""
-        plans = self._plans(memory_objs, starts, ends, kwargs, loading=False)
-        self.run_all("gather", plans, memory_objs, "synchronize")
-        for obj in memory_objs:
-            obj.metadata.fmt = self.fmt
-
-    def _plans(
+    def plans(
         self, objects: Any, starts: Any, ends: Any, kwargs: dict[str, Any], *, loading: bool
     ) -> list[TransferPlan]:
         """One checked plan for each group; nothing moved."""
