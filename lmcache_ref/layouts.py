@@ -10,6 +10,7 @@ A row without `two` is MLA: one plane, NH = 1 unless named.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ KV_LAYOUTS = {
 Axes = tuple[tuple[str, ...], ...]
 
 
+@functools.cache
 def parse_pattern(pattern: str) -> Axes:
     """`"nb nh bs (two hs)"` -> `(("nb",), ("nh",), ("bs",), ("two", "hs"))`.
 
