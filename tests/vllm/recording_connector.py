@@ -30,12 +30,17 @@ class RecordingConnector(Base):
     def start_load_kv(self, *args, **kwargs) -> None:
         if not self.load:
             return
-        loads = [work for work in getattr(self._get_connector_metadata(), "requests", []) if work.load]
-        if type(self).lose_a_chunk and loads:
-            type(self).lose_a_chunk = False
-            engine, work = self._lmcache_engine.lmcache_engine, loads[0]
-            engine.storage.drop(engine.names.spans(work.token_ids)[1].key)
+        if type(self).lose_a_chunk:
+            self.drop_a_chunk()
         super().start_load_kv(*args, **kwargs)
+
+    def drop_a_chunk(self) -> None:
+        """Of the first load of the step, if there is one."""
+        loads = [work for work in getattr(self._get_connector_metadata(), "requests", []) if work.load]
+        if loads:
+            type(self).lose_a_chunk = False
+            engine = self._lmcache_engine.lmcache_engine
+            engine.storage.drop(engine.names.spans(loads[0].token_ids)[1].key)
 
     def wait_for_layer_load(self, layer_name) -> None:
         if self.load:

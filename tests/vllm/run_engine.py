@@ -1,7 +1,8 @@
 """Drives the connector inside a real vLLM, 0.8.5 or a current one, and prints one line of JSON.
 
 Runs in vLLM's own virtual environment, apart from pytest's: `run_engine.py SCENARIO --folder DIR [options]`. The folder
-takes a small seeded model and the records. Engine prefix caching is off, so that every hit is the connector's.
+takes a small seeded model and the records. The engine's own prefix cache is off
+unless asked for, so that every hit is the connector's.
 
 once     one prompt three times: cold, with the hit, and with the hit promised but not loaded (in one process only)
 trace    a script of 40 requests, some at a time: shared prefixes, partial and full hits, short prompts, preemption
@@ -36,6 +37,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, default=1, help="tensor parallel ones")
     parser.add_argument("--blocks", type=int, default=256, help="of the engine's KV cache")
+    parser.add_argument("--prefix-caching", action="store_true", help="the engine's own prefix cache is on too")
     parser.add_argument("--role", default="kv_both")
     parser.add_argument("--requests", type=int, default=300, help="of the soak")
     return parser.parse_args()
@@ -134,7 +136,7 @@ class Engine:
             max_num_seqs=4,
             max_num_batched_tokens=512,
             block_size=16 if is_085 else 32,
-            enable_prefix_caching=False,
+            enable_prefix_caching=options.prefix_caching,
             seed=0,
             max_logprobs=VOCABULARY,
         )

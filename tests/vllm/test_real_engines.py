@@ -25,13 +25,14 @@ both = pytest.mark.parametrize("version", VENVS)
 def run(tmp_path):
     """Runs a scenario; returns its result, or the process when it is expected to fail."""
 
-    def run_in(version: str, *arguments: str, fails: bool = False, **settings):
+    def run_in(version: str, *arguments: str, fails: bool = False, path: str | Path = "", **settings):
         python = Path(os.environ.get(VENVS[version], "")) / "bin" / "python"
         if VENVS[version] not in os.environ or not python.exists():
             pytest.skip(f"vLLM {version} is not installed")
         settings = {"chunk_size": CHUNK, "max_local_cpu_size": 0.1, "backend": "auto"} | settings
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "VLLM_"))}
         environment |= {f"LMCACHE_{key.upper()}": str(value) for key, value in settings.items()}
+        environment["PYTHONPATH"] = str(path)
         command = [str(python), str(SCRIPT), *arguments, "--folder", str(tmp_path / version)]
         process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         lines = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
@@ -110,12 +111,38 @@ def test_a_trace_of_40_requests(run, version):
     plain = run(version, "trace", "--connector", "none", "--blocks", blocks)
     expected = expected_first_hits()
     assert {0, 32, 63, 64} <= set(expected)
-    for settings in ({}, {"use_layerwise": True}):
-        result = run(version, "trace", "--blocks", blocks, **settings)
+    shared = run(version, "trace", "--blocks", blocks, "--prefix-caching")
+    assert shared["tokens"] == plain["tokens"], "beside the engine's own prefix cache"
+    assert sum(any(hits) for hits in shared["hits"]) > 5 and shared["stats"]["pinned_requests"] == 0
+    for layerwise in (False, True)[: 2 if version == "0.8.5" else 1]:
+        result = run(version, "trace", "--blocks", blocks, use_layerwise=layerwise)
         assert len(result["tokens"]) == 40 and result["tokens"] == plain["tokens"]
         assert result["hits"][:20] == [[hit] for hit in expected]
         assert [hits[1:] for hits in result["hits"] if len(hits) > 1] == [[128]] * 4, "preempted, resumed with a hit"
         assert result["stats"]["pinned_requests"] == 0 and result["stats"]["skipped"] == {}
+
+
+@pytest.fixture
+def upstream() -> str:
+    """The folder of LMCache's wheel, for the Python of vLLM 0.8.5's environment."""
+    folder = Path(os.environ.get("LMCACHE_UPSTREAM", "none"))
+    pythons = list(Path(os.environ.get(VENVS["0.8.5"], "none")).glob("lib/python3.*"))
+    tag = pythons[0].name.replace("python3.", "cpython-3") if pythons else "no Python"
+    if not list((folder / "lmcache").glob(f"*.{tag}-*.so")):
+        pytest.skip("lmcache==0.4.5 is not installed")
+    return str(folder)
+
+
+def test_the_real_lmcache_in_the_same_engine_has_the_same_hits(run, upstream):
+    connector = "upstream_connector:LMCacheConnectorV1Dynamic"
+    ours = run("0.8.5", "trace", "--blocks", "34")
+    for layerwise in (False, True):
+        theirs = run(
+            "0.8.5", "trace", "--blocks", "34", "--connector", connector,
+            path=upstream, local_cpu=True, use_layerwise=layerwise,
+        )  # fmt: skip
+        assert theirs["hits"] == ours["hits"] and len(ours["hits"]) == 40
+        assert theirs["tokens"] == ours["tokens"]
 
 
 @both

@@ -1,7 +1,7 @@
 """How the scheduler asks the workers' caches, in its own process or in others.
 
-A worker announces its cache here; a scheduler in the same process then calls it directly, one in another process over a
-Unix socket whose path both derive from the engine's id and the worker's rank. Nothing but numbers crosses it.
+A scheduler in a worker's process finds its cache in the registry of engines and calls it directly, one in another process
+over a socket whose address both derive from the engine's id and the worker's rank. Nothing but numbers crosses it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...engine.builder import CacheEngineBuilder
 from ...errors import ArgumentError
 
 logger = logging.getLogger("vllm.lmcache_ref")
@@ -37,21 +38,9 @@ class Cache(Protocol):
     def release(self, request_id: str) -> None: ...
 
 
-_local: dict[tuple[str, int], Cache] = {}  # caches of this process by engine id and rank
-_local_lock = threading.Lock()
-
-
-def announce(engine_id: str, rank: int, cache: Cache) -> None:
-    """Make a worker's cache known to schedulers of this process; the newest one of an id and rank counts."""
-    with _local_lock:
-        _local[engine_id, rank] = cache
-
-
-def withdraw(engine_id: str, rank: int, cache: Cache) -> None:
-    """Undo `announce`, unless a newer cache took the place."""
-    with _local_lock:
-        if _local.get((engine_id, rank)) is cache:
-            del _local[engine_id, rank]
+def worker_name(engine_id: str, rank: int) -> str:
+    """What a worker's cache is called in the registry of its process."""
+    return f"{engine_id}:{rank}"
 
 
 def worker_address(engine_id: str, rank: int, url: str | None = None) -> str:
@@ -67,7 +56,7 @@ def worker_address(engine_id: str, rank: int, url: str | None = None) -> str:
         return f"{host}:{int(port) + rank}"
     if url is not None:
         return f"{url}.{rank}"
-    name = hashlib.sha256(f"{engine_id}:{rank}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(worker_name(engine_id, rank).encode()).hexdigest()[:24]
     path = _socket_folder() / f"{name}.sock"
     if len(str(path)) > LONGEST_SOCKET_PATH:
         raise ArgumentError(f"TMPDIR: {tempfile.gettempdir()!r} is too long for a Unix socket; set lookup_url")
@@ -223,8 +212,7 @@ class WorkersLookup:
         self._remote: dict[int, RemoteCache] = {}
 
     def _cache(self, rank: int) -> Cache:
-        with _local_lock:
-            cache = _local.get((self.engine_id, rank))
+        cache = CacheEngineBuilder.get(worker_name(self.engine_id, rank))
         if cache is not None and self.transport != "zmq":
             return cache
         if self.transport == "local":

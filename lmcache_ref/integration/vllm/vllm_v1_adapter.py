@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 
 from ...connectors import CreateGPUConnector
+from ...engine.builder import CacheEngineBuilder
 from ...engine.cache_engine import CacheEngine
 from ...errors import ArgumentError
 from ...metadata import EngineType
 from . import model_facts
-from .lookup import LookupServer, WorkersLookup, announce, remove_dead_sockets, withdraw, worker_address
+from .lookup import LookupServer, WorkersLookup, remove_dead_sockets, worker_address, worker_name
 from .request_tracker import SavePolicy, StepWork
 from .scheduler_side import SchedulerSide
 from .worker_side import WorkerSide
@@ -101,7 +101,8 @@ class LMCacheConnectorV1Impl:
             model_facts.refuse_packed_blocks(self.vllm_config, self.config, self.block_size)
         hints = model_facts.layout_hints(self.vllm_config, engine_lays_out=engine_lays_out)
         connector = CreateGPUConnector(self.config, metadata, EngineType.VLLM, hints)
-        self.lmcache_engine = CacheEngine(self.config, metadata, connector)
+        name = worker_name(self.engine_id, metadata.worker_id)
+        self.lmcache_engine = CacheEngineBuilder.get_or_create(name, self.config, metadata, connector)
         self.worker = WorkerSide(
             self.lmcache_engine,
             block_size=self.block_size,
@@ -112,18 +113,14 @@ class LMCacheConnectorV1Impl:
             reports_failures=reports_failures and metadata.world_size == 1,
             on_caches=self._read_caches,
         )
-        announce(self.engine_id, metadata.worker_id, self.lmcache_engine)
         server = None
         if model_facts.scheduler_may_be_elsewhere(self.vllm_config, self.config):
             remove_dead_sockets()
             server = LookupServer(
                 worker_address(self.engine_id, metadata.worker_id, self.config.lookup_url), self.lmcache_engine
             )
-        withdrawal = partial(withdraw, self.engine_id, metadata.worker_id, self.lmcache_engine)
         # vLLM 0.8.5 never calls `shutdown`. Finalizers of multiprocessing run at the end of child processes too.
-        self._close = Finalize(
-            None, close_worker, (self.worker, self.lmcache_engine, server, withdrawal), exitpriority=1
-        )
+        self._close = Finalize(None, close_worker, (self.worker, server, name), exitpriority=1)
         logger.info(
             "LMCache: %s, chunks of %d tokens, %s GiB of host memory",
             type(connector).__name__,
@@ -206,12 +203,9 @@ class LMCacheConnectorV1Impl:
         self._close()
 
 
-def close_worker(
-    worker: WorkerSide, engine: CacheEngine, server: LookupServer | None, withdrawal: Callable[[], None]
-) -> None:
+def close_worker(worker: WorkerSide, server: LookupServer | None, name: str) -> None:
     """End a worker's half: nobody asks any more, then the cache goes."""
-    withdrawal()
     if server is not None:
         server.close()
     worker.close()
-    engine.close()
+    CacheEngineBuilder.destroy(name)
