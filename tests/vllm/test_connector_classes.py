@@ -190,14 +190,16 @@ def test_a_hit_through_the_class_of_each_version(tmp_path, version):
 def test_without_vllm(module):
     result = python(None, f"import lmcache_ref.integration.vllm.{module}")
     assert "ImportError: the LMCache connector needs vLLM 0.8.5 or later" in result.stderr
+    assert "found no vLLM" in result.stderr
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_vllm_without_the_api(tmp_path, module):
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").write_text("")
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.6.3'")
     result = python(tmp_path, f"import lmcache_ref.integration.vllm.{module}")
-    assert "ImportError: the LMCache connector needs vLLM 0.8.5 or later with its V1 connector API" in result.stderr
+    assert "ImportError: the LMCache connector needs vLLM 0.8.5 or later" in result.stderr
+    assert "found vLLM 0.6.3, and importing the API failed: No module named 'vllm.distributed'" in result.stderr
 
 
 @pytest.mark.parametrize("version", ["0.8.5", "0.32"])

@@ -76,7 +76,14 @@ def test_versions_between_state_it_in_a_function(fake_vllm, order):
 
 
 def test_the_first_of_them_have_no_such_function():
-    assert model_facts.layout_hints(vllm_config(block_size=16), engine_lays_out=True) == {"kv_layout": "NHD"}
+    assert model_facts.layout_hints(vllm_config(block_size=16), engine_lays_out=True) == {}
+
+
+def test_on_a_cpu_heads_come_before_tokens(fake_vllm):
+    fake_vllm("vllm.v1.attention.backends.utils", get_kv_cache_layout=lambda: "NHD")
+    config = vllm_config(block_size=16)
+    config.device_config.device_type = "cpu"
+    assert model_facts.layout_hints(config, engine_lays_out=True) == {"kv_layout": "HND"}
 
 
 @pytest.fixture

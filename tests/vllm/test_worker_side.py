@@ -431,11 +431,18 @@ def test_the_block_size_is_the_groups():
     assert scheduler.block_size == 64
 
 
-@pytest.mark.parametrize("settings", [dict(chunk_size=24), dict(chunk_size=16, save_unfull_chunk=True)])
-def test_on_a_cpu_only_whole_blocks_move(settings):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(chunk_size=24), "only whole blocks can move"),
+        (dict(chunk_size=16, save_unfull_chunk=True), "only whole blocks can move"),
+        (dict(chunk_size=16, use_layerwise=True, enable_blending=True), "no rows to rotate"),
+    ],
+)
+def test_on_a_cpu_only_whole_blocks_move(settings, words):
     config = vllm_config(block_size=16, extra={f"lmcache.{key}": value for key, value in settings.items()})
     config.device_config.device_type = "cpu"
-    with pytest.raises(ArgumentError, match="only whole blocks can move"):
+    with pytest.raises(ArgumentError, match=words):
         connector("WORKER", config, "0.32")
 
 

@@ -5,7 +5,7 @@ Which dialect of the connector API the installed vLLM speaks is read off its bas
 
 from __future__ import annotations
 
-import importlib.metadata
+import sys
 from typing import Any
 
 try:
@@ -16,13 +16,10 @@ try:
         KVConnectorRole,
     )
 except ImportError as error:
-    try:
-        found = f"vLLM {importlib.metadata.version('vllm')} is installed"
-    except importlib.metadata.PackageNotFoundError:
-        found = "vLLM is not installed under that name"
+    version = getattr(sys.modules.get("vllm"), "__version__", None)
     raise ImportError(
-        f"the LMCache connector needs vLLM 0.8.5 or later with its V1 connector API: {found}, and importing the API "
-        f"failed: {error}"
+        f"the LMCache connector needs vLLM 0.8.5 or later, with its V1 connector API and what vLLM itself needs; found "
+        f"{f'vLLM {version}' if version else 'no vLLM'}, and importing the API failed: {error}"
     ) from error
 
 from .request_tracker import StepWork

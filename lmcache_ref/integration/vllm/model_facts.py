@@ -64,6 +64,8 @@ def refuse_packed_blocks(vllm_config: Any, config: LMCacheEngineConfig, tokens_p
     """
     if getattr(getattr(vllm_config, "device_config", None), "device_type", None) != "cpu":
         return
+    if config.enable_blending:
+        raise ArgumentError("enable_blending: True; allowed on a CPU, where vLLM's keys have no rows to rotate: False")
     if config.chunk_size % tokens_per_block or config.save_unfull_chunk:
         raise ArgumentError(
             f"chunk_size: {config.chunk_size}, save_unfull_chunk: {config.save_unfull_chunk}; allowed on a CPU, where "
@@ -138,10 +140,12 @@ def layout_hints(vllm_config: Any, *, engine_lays_out: bool) -> dict[str, Any]:
     resolved = getattr(vllm_config.cache_config, "get_resolved_kv_cache_layout", None)
     if resolved is not None:  # vLLM 0.30 on
         return {"kv_layout": resolved().name}
+    if getattr(getattr(vllm_config, "device_config", None), "device_type", None) == "cpu":
+        return {"kv_layout": "HND"}  # whatever the function below says
     try:
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
     except ImportError:
-        return {"kv_layout": "NHD"}
+        return {}
     return {"kv_layout": get_kv_cache_layout()}
 
 
