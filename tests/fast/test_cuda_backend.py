@@ -347,7 +347,7 @@ def test_23_new_memory_each_call(cuda):
 
 
 @on_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device only")
 @pytest.mark.parametrize("kind", ["pinned", "device"])
 def test_25_another_device_than_the_current_one(kind, cuda):
     torch.cuda.set_device(0)
