@@ -18,6 +18,7 @@ import json
 import os
 import random
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -156,10 +157,15 @@ class Engine:
         self.llm = LLM(**settings)
 
     def close(self) -> None:
-        """End vLLM's other processes, if there are any."""
-        shutdown = getattr(self.llm.llm_engine.engine_core, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        """End vLLM's other processes, if there are any. 0.8.5 can wait for itself for ever: then without asking."""
+        import psutil
+
+        shutdown = getattr(self.llm.llm_engine.engine_core, "shutdown", lambda: None)
+        thread = threading.Thread(target=shutdown, daemon=True)
+        thread.start()
+        thread.join(20)
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
 
     def generate(self, prompts: Sequence[list[int]], counts: Sequence[int]) -> list[tuple[list[int], list]]:
         """Tokens and the 20 best log probabilities of each step, for each prompt and number of tokens to decode."""
@@ -287,8 +293,8 @@ def main() -> None:
         newest = engine.newest_stats()
         result |= dict(hits=engine.hits(), stats=newest.get("stats"), connector=newest.get("connector"))
         result["processes"] = len({line["process"] for line in engine.records()} | {os.getpid()})
-    engine.close()
     print("RESULT " + json.dumps(result), flush=True)
+    engine.close()
     os._exit(0)
 
 

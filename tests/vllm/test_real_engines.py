@@ -17,7 +17,7 @@ from run_engine import trace
 SCRIPT = Path(__file__).with_name("run_engine.py")
 CHUNK = 32
 VENVS = {"0.8.5": "LMCACHE_VLLM085_VENV", "0.32": "LMCACHE_VLLM032_VENV"}
-TIMEOUT_S = 400
+TIMEOUT_S = 240
 both = pytest.mark.parametrize("version", VENVS)
 
 
