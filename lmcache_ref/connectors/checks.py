@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError, ChunkError
 from ..memory import MemoryFormat, MemoryObj
 
@@ -37,8 +39,9 @@ def check_ascending(starts: Sequence[int], ends: Sequence[int]) -> None:
 
 def check_objects(
     objects: Any, starts: Sequence[int], ends: Sequence[int], fmt: MemoryFormat, shape_of: Any, *, loading: bool
-) -> None:
-    """One object for each chunk, with a tensor of `shape_of(tokens)`; when loading also in format `fmt`.
+) -> list[torch.Tensor]:
+    """The tensors of the objects: one object for each chunk, with a tensor of `shape_of(tokens)`; when loading also in
+    format `fmt`.
 
     Raises ArgumentError or ChunkError naming the object.
     """
@@ -46,21 +49,26 @@ def check_objects(
         raise ArgumentError(f"memory_objs must be a list, got {type(objects).__name__}")
     if len(objects) != len(starts):
         raise ChunkError(f"{len(objects)} memory objects, {len(starts)} starts: lengths differ")
+    tensors = []
     for index, (obj, start, end) in enumerate(zip(objects, starts, ends, strict=True)):
         name, shape = f"memory_objs[{index}]", shape_of(end - start)
-        check_object(obj, name, fmt, loading=loading)
-        if obj.tensor.shape != shape:
+        tensor = check_object(obj, name, fmt, loading=loading)
+        if tensor.shape != shape:
             raise ChunkError(
-                f"{name} has shape {tuple(obj.tensor.shape)}; {end - start} tokens of {fmt.name} are {tuple(shape)}"
+                f"{name} has shape {tuple(tensor.shape)}; {end - start} tokens of {fmt.name} are {tuple(shape)}"
             )
+        tensors.append(tensor)
+    return tensors
 
 
-def check_object(obj: Any, name: str, fmt: MemoryFormat, *, loading: bool) -> None:
-    """The object holds a tensor; when loading also in format `fmt`. ChunkError naming the object."""
-    if not isinstance(obj, MemoryObj) or obj.tensor is None:
+def check_object(obj: Any, name: str, fmt: MemoryFormat, *, loading: bool) -> torch.Tensor:
+    """The object's tensor; ChunkError naming the object when it has none or, when loading, another format."""
+    tensor = obj.tensor if isinstance(obj, MemoryObj) else None
+    if tensor is None:
         raise ChunkError(f"{name} has no tensor ({type(obj).__name__})")
     if loading and obj.metadata.fmt != fmt:
         raise ChunkError(f"{name} is {obj.metadata.fmt.name}, this connector loads {fmt.name}")
+    return tensor
 
 
 def positive_int(name: str, value: Any) -> int:

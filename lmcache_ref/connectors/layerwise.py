@@ -48,11 +48,12 @@ class LayerwiseCall:
         """One layer of all chunks, checked. ChunkError, DtypeError or ArgumentError name layer and object."""
         connector = self.connector
         try:
-            check_objects(objects, self.starts, self.ends, connector.fmt, connector.get_shape, loading=loading)
+            shape_of = connector.get_shape
+            tensors = check_objects(objects, self.starts, self.ends, connector.fmt, shape_of, loading=loading)
             return TransferPlan.build(
                 self.cache,
                 self.slots,
-                objects,
+                tensors,
                 fmt=connector.fmt,
                 layers=layer,
                 starts=self.starts,

@@ -88,11 +88,11 @@ class WholeModelConnector(AllLayersConnector, PagedConnector):
         offset = self.first_mapped_token(kwargs) if loading else 0
         cache, slots = self.kv_cache(kwargs), self.slot_mapping(kwargs)
         check_spans(starts, ends, len(slots), offset)
-        check_objects(objects, starts, ends, self.fmt, self.get_shape, loading=loading)
+        tensors = check_objects(objects, starts, ends, self.fmt, self.get_shape, loading=loading)
         plan = TransferPlan.build(
             cache,
             slots,
-            objects,
+            tensors,
             fmt=self.fmt,
             starts=[start - offset for start in starts],
             skip_prefix_n_tokens=max(0, self.cached_tokens(kwargs) - offset) if loading else 0,
