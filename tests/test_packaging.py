@@ -31,7 +31,10 @@ EXTRAS = {
     "demo": {"lmcache-ref[cli]", "transformers"},
     "engine": {"safetensors", "pyyaml", "pyzmq"},
     "notebooks": {"lmcache-ref[demo]", "nbclient", "ipykernel", "matplotlib"},
-    "test": {"lmcache-ref[demo,engine,notebooks]", "pytest", "pytest-xdist", "hypothesis", "hatchling"},
+    "test": {
+        *("lmcache-ref[demo,engine,notebooks]", "pytest", "pytest-xdist", "hypothesis", "hatchling"),
+        *("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
+    },
 }
 NOT_SHIPPED = {".so", ".o", ".cubin", ".ptx", ".pyc"}
 

@@ -1,14 +1,12 @@
 """The text of csrc/*.cu against the specification, without a GPU: every vector width, lane count, tile and grid.
 
-What only a GPU can show (streams, speed, that NVRTC takes the text) is in `test_cuda_backend.py`; that nvcc takes it for
-each architecture is here.
+What only a GPU can show (streams, speed) is in `test_cuda_backend.py`; that compilers take the text for each architecture
+is in `test_architectures.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from rotations import KEY_DTYPES, ROTARY_DIMS, STRIDES, compare, positions, storage, table
 from strided import FORMATS, GEOMETRIES, REQUEST, ROWS, Case, Request, Sizes, World, assert_same_worlds
 
-from lmcache_fast.environment import source_folder
 from lmcache_ref import rope as spec
 from lmcache_ref.backends import get_backend
 from lmcache_ref.rope import RotarySpec
@@ -160,29 +157,3 @@ def test_rotation_skips_what_cannot_be_rotated_and_names_the_first():
         spec.rerotate(expected, old, new, rope)
         others = torch.arange(len(old)) != token
         assert torch.equal(keys[others].view(torch.int16), expected[others].view(torch.int16))
-
-
-# ------------------------------------------------------------------------------------------------ architectures
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
-@pytest.mark.parametrize("source", ["transfer.cu", "rotate.cu"])
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_nvcc_compiles_the_kernels(architecture, source, tmp_path):
-    """Without spills: a kernel that keeps its addresses in memory is not the one that was measured."""
-    command = [
-        "nvcc",
-        f"-arch={architecture}",
-        "--cubin",
-        "-std=c++17",
-        "-Werror=all-warnings",
-        "-Xptxas",
-        "-v,-Werror",
-    ]
-    done = subprocess.run(
-        [*command, str(source_folder() / source), "-o", str(tmp_path / "kernels.cubin")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    entries = done.stderr.count("Compiling entry function")
-    assert entries == {"transfer.cu": 10, "rotate.cu": 16}[source]
-    assert done.stderr.count("0 bytes spill stores, 0 bytes spill loads") == entries, done.stderr
