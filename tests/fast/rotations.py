@@ -69,4 +69,35 @@ def compare(
     return int((expected != before).sum())
 
 
-__all__ = ["KEY_DTYPES", "ROTARY_DIMS", "STRIDES", "compare", "positions", "storage", "table"]
+def compare_every_value_of_two_bytes(
+    rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RotarySpec], None],
+    specification: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RotarySpec], None],
+    dtype: torch.dtype,
+) -> int:
+    """All finite bit patterns, by a rotation that leaves them near where they are and by two that overflow and underflow;
+    how many patterns there were."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    patterns = patterns[torch.isfinite(patterns)]
+    keys = patterns[torch.randperm(len(patterns), generator=torch.Generator().manual_seed(3))].view(-1, 1, 2)
+    old = torch.zeros(len(keys), dtype=torch.int64)
+    for old_row, new_row in (((1.0, 0.0), (0.0, 1.0)), ((0.5, 0.25), (1e-3, 2e-3)), ((1e-3, 2e-3), (0.6, 0.8))):
+        rope = RotarySpec(torch.tensor([old_row, new_row]), True)
+        got, expected = keys.clone(), keys.clone()
+        rotate(got, old, old + 1, rope)
+        specification(expected, old, old + 1, rope)
+        known = ~expected.isnan()  # an overflow in between gives a NaN, of any payload
+        assert torch.equal(got.isnan(), ~known), f"{old_row} to {new_row}: NaNs elsewhere"
+        assert_same(got[known], expected[known], f"{old_row} to {new_row}")
+    return len(patterns)
+
+
+__all__ = [
+    "KEY_DTYPES",
+    "ROTARY_DIMS",
+    "STRIDES",
+    "compare",
+    "compare_every_value_of_two_bytes",
+    "positions",
+    "storage",
+    "table",
+]
