@@ -265,15 +265,3 @@ def _move(
     if len(slots) != num_tokens:
         raise ChunkError(f"slot_mapping has {len(slots)} slots, the chunk {num_tokens} tokens")
     move(cache, slots, chunks, fmt=fmt, skip_prefix_n_tokens=skip).wait()
-
-
-__all__ = [
-    "load_and_reshape_flash",
-    "multi_layer_block_kv_transfer",
-    "multi_layer_kv_transfer",
-    "multi_layer_kv_transfer_unilateral",
-    "reshape_and_cache_back_flash",
-    "rotary_embedding_k_fused",
-    "single_layer_kv_transfer",
-    "single_layer_kv_transfer_sgl",
-]
