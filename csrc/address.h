@@ -1,10 +1,11 @@
 // What: the one address model of the move between paged memory and chunks, shared word for word by the CUDA build
 //   (NVRTC, nvcc) and the host build. It knows base addresses and byte strides; no layout has a name here.
-// Mapping: a batch is cut into items. An item is up to `tile_tokens` tokens of one (chunk, kv, layer); its rows are
-//   (token, piece) pairs, and a row is `piece_bytes` contiguous bytes on both sides. Heads that are contiguous in the
-//   plane make one piece a token, others one piece a head. Who takes which item and which bytes of a row: transfer.cu, host.cpp.
-// Why it is fast: a division finds the item, then a tile of rows follows by multiply-add; one batch, however many
-//   chunks, layers and ragged ends, is one numbering of items, so one launch.
+// Mapping: the tokens of a batch are cut into tiles of up to `tile_tokens` tokens of one chunk; a tile in one plane
+//   (kv, layer) is an item. Its rows are (token, piece) pairs, and a row is `piece_bytes` contiguous bytes on both sides.
+//   Heads that are contiguous in the plane make one piece a token, others one piece a head. Who takes which item and which
+//   bytes of a row: transfer.cu, keep.cu, host.cpp.
+// Why it is fast: the place of a row inside a plane depends on its slot and on strides only, so it is found once and serves
+//   all planes of equal strides; one batch, however many chunks, layers and ragged ends, is one launch.
 // Bytes moved: none here.
 #pragma once
 
@@ -53,9 +54,21 @@ struct Move {
     i64 pieces_per_token;      // 1, or NH where the heads of a slot are apart
     i64 piece_bytes;
     i64 tile_tokens;
-    i64 lanes_per_row;         // device: neighbouring threads that share a row, a power of two up to 32
+    i64 first_plane;           // planes are numbered kv * num_layers + layer; moved are those from this one on,
+    i64 num_planes;            // so many
+    i64 planes_alike;          // 1: all planes of the batch have the same strides
+    i64 planes_per_unit;       // device: a thread block takes a tile in so many planes at a stretch
+    u64 base_address;          // added to the address of every chunk
 };
 
+// Some tokens of one chunk.
+struct Tile {
+    const Chunk* chunk;
+    i64 first_row;             // of the chunk
+    i64 num_tokens;
+};
+
+// A tile in one plane.
 struct Item {
     const Plane* plane;
     u64 chunk_address;         // row 0 of the tile
@@ -72,7 +85,7 @@ struct Row {
 
 enum : i64 { kNegativeId = -1, kBadId = -2 };
 
-LMC_SHARED i64 num_items(const Move& move) { return move.num_tiles * move.num_layers * move.kv_size; }
+LMC_SHARED i64 num_items(const Move& move) { return move.num_tiles * move.num_planes; }
 
 // The chunk that holds a tile: the last one whose first tile is not after it.
 LMC_SHARED const Chunk* chunk_of_tile(const Move& move, i64 tile) {
@@ -84,23 +97,43 @@ LMC_SHARED const Chunk* chunk_of_tile(const Move& move, i64 tile) {
     return move.chunks + low;
 }
 
-// Items are numbered in the order of a chunk's memory: chunk, kv, layer, tile.
-LMC_SHARED Item item_at(const Move& move, i64 index) {
-    const i64 planes = move.num_layers * move.kv_size;
-    const Chunk& chunk = *chunk_of_tile(move, index / planes);
-    const i64 inside = index - chunk.first_tile * planes;
-    const i64 tiles = (chunk.num_tokens + move.tile_tokens - 1) / move.tile_tokens;
-    const i64 plane = inside / tiles, tile = inside - plane * tiles;
-    const i64 kv = plane / move.num_layers, layer = plane - kv * move.num_layers;
-    const i64 row = tile * move.tile_tokens, left = chunk.num_tokens - row;
+// The index-th tile of a chunk.
+LMC_SHARED Tile tile_of_chunk(const Move& move, const Chunk* chunk, i64 index) {
+    const i64 first_row = index * move.tile_tokens, left = chunk->num_tokens - first_row;
+    Tile tile;
+    tile.chunk = chunk;
+    tile.first_row = first_row;
+    tile.num_tokens = left < move.tile_tokens ? left : move.tile_tokens;
+    return tile;
+}
+
+LMC_SHARED Tile tile_at(const Move& move, i64 tile) {
+    const Chunk* chunk = chunk_of_tile(move, tile);
+    return tile_of_chunk(move, chunk, tile - chunk->first_tile);
+}
+
+// A tile in the index-th plane that is moved.
+LMC_SHARED Item item_of_tile(const Move& move, const Tile& tile, i64 index) {
+    const Chunk& chunk = *tile.chunk;
+    const unsigned plane = (unsigned)(move.first_plane + index), num_layers = (unsigned)move.num_layers;
+    const unsigned kv = plane / num_layers, layer = plane - kv * num_layers;
     Item item;
     item.plane = move.planes + layer * move.kv_size + kv;
-    item.chunk_address = chunk.address + kv * chunk.kv_stride_bytes + layer * chunk.layer_stride_bytes
-                       + row * chunk.token_stride_bytes;
+    item.chunk_address = move.base_address + chunk.address + kv * chunk.kv_stride_bytes + layer * chunk.layer_stride_bytes
+                       + tile.first_row * chunk.token_stride_bytes;
     item.token_stride_bytes = chunk.token_stride_bytes;
-    item.first_token = chunk.first_token + row;
-    item.num_tokens = left < move.tile_tokens ? left : move.tile_tokens;
+    item.first_token = chunk.first_token + tile.first_row;
+    item.num_tokens = tile.num_tokens;
     return item;
+}
+
+// Items numbered in the order of a chunk's memory: chunk, kv, layer, tile.
+LMC_SHARED Item item_at(const Move& move, i64 index) {
+    const Chunk* chunk = chunk_of_tile(move, index / move.num_planes);
+    const i64 inside = index - chunk->first_tile * move.num_planes;
+    const i64 tiles = (chunk->num_tokens + move.tile_tokens - 1) / move.tile_tokens;
+    const i64 plane = inside / tiles;
+    return item_of_tile(move, tile_of_chunk(move, chunk, inside - plane * tiles), plane);
 }
 
 // The slot of a token, kNegativeId (skip it) or kBadId (skip it and say so). The id is judged before it is multiplied.
@@ -113,10 +146,11 @@ LMC_SHARED i64 slot_of(const Move& move, i64 token) {
     return whole_blocks ? id * move.tokens_per_id + (token - index * move.tokens_per_id) : id;
 }
 
-LMC_SHARED u64 slot_address(const Move& move, const Plane& plane, i64 slot) {
+// Where a slot begins, from the start of its plane.
+LMC_SHARED i64 slot_offset_bytes(const Move& move, const Plane& plane, i64 slot) {
     const i64 block = move.block_shift >= 0 ? slot >> move.block_shift : slot / move.block_size;
     const i64 offset = slot - block * move.block_size;
-    return plane.address + block * plane.block_stride_bytes + offset * plane.slot_stride_bytes;
+    return block * plane.block_stride_bytes + offset * plane.slot_stride_bytes;
 }
 
 // Both ends of row `row` of an item; rows are (token, piece), the pieces of a token one after the other.
@@ -130,7 +164,8 @@ LMC_SHARED Row row_at(const Move& move, const Item& item, i64 row, i64* bad_toke
     *bad_token = slot == kBadId ? item.first_token + token : -1;
     Row found;
     found.moves = slot >= 0;
-    found.plane_address = slot_address(move, *item.plane, slot) + piece * item.plane->head_stride_bytes;
+    found.plane_address = item.plane->address + slot_offset_bytes(move, *item.plane, slot)
+                        + piece * item.plane->head_stride_bytes;
     found.chunk_address = item.chunk_address + token * item.token_stride_bytes + piece * move.piece_bytes;
     return found;
 }

@@ -1,69 +1,118 @@
 // What: gather (engine to chunks) and scatter (chunks to engine) of one batch: any number of chunks, layers and ragged
-//   ends in one launch. Built by NVRTC; tests run the same text on the host, thread by thread.
-// Mapping: a warp takes items in grid stride (address.h says what an item is). `lanes_per_row` neighbouring lanes share
-//   a row, so a warp works on 32 / lanes_per_row rows at once; lane l moves vectors l, l + lanes_per_row, ... of it.
-// Why it is fast: neighbouring lanes touch neighbouring vectors (up to 16 bytes each) on both sides; each lane has
-//   LMC_ROWS_IN_FLIGHT loads under way before its first store; loads and stores are marked as streaming, so the
-//   engine's working set stays in L2; a short row takes few lanes, so that none idles.
+//   ends in one launch. Built by NVRTC; tests run the same text on the host, block by block.
+// Mapping: a unit is one tile in `planes_per_unit` planes; thread blocks take units in grid stride, the tiles of the same
+//   planes one after the other. For a tile the threads find where its rows lie (`RowPlace`, in shared memory); then
+//   neighbouring threads move neighbouring vectors of up to 16 bytes, row after row, so that the whole block reads and
+//   writes one stretch of both sides, and blocks that run at the same time are in the same planes.
+// Why it is fast: slots are read and addresses are multiplied out once a unit, not once a vector; planes of equal strides
+//   share them. What is left for a vector is a look into shared memory and two additions, no division. Each thread has
+//   LMC_VECTORS_IN_FLIGHT loads under way before its first store.
 // Bytes moved: each row is read once and written once, 2 * num_tokens * num_layers * kv_size * NH*HS*element bytes, plus
-//   8 bytes of slot a row. Rows of skipped tokens are neither read nor written.
-#include "address.h"
+//   8 bytes of slot a token and tile. Rows of skipped tokens are neither read nor written.
+#include "batch.h"
 
-#ifndef LMC_ROWS_IN_FLIGHT
-#define LMC_ROWS_IN_FLIGHT 4
+#ifndef LMC_VECTORS_IN_FLIGHT
+#define LMC_VECTORS_IN_FLIGHT 4
+#endif
+#ifndef LMC_ROWS_KNOWN
+#define LMC_ROWS_KNOWN 256
 #endif
 
+// Where a row begins, from the start of its plane and of its tile's first chunk row. in_plane < 0: the row stays.
+struct RowPlace {
+    i64 in_plane;
+    i64 in_chunk;
+};
+
+// All threads of the block: the places of `rows` rows from `first_row` on.
+__device__ __forceinline__ void find_places(const Move& move, const Item& item, const Plane& plane, unsigned first_row,
+                                            unsigned rows, RowPlace* places) {
+    const unsigned pieces = (unsigned)move.pieces_per_token;
+    for (unsigned r = threadIdx.x; r < rows; r += blockDim.x) {
+        const unsigned row = first_row + r, token = row / pieces, piece = row - token * pieces;
+        const i64 slot = slot_of(move, item.first_token + token);
+        if (slot == kBadId) atomicMin(move.bad_token, (u64)(item.first_token + token));
+        places[r].in_plane = slot < 0 ? -1 : slot_offset_bytes(move, plane, slot) + piece * plane.head_stride_bytes;
+        places[r].in_chunk = token * item.token_stride_bytes + piece * move.piece_bytes;
+    }
+}
+
+// How far the vectors of a thread are apart: so many rows, and so many vectors in the row.
+struct Walk {
+    unsigned vectors_per_row, row_step, vector_step;
+};
+
+// All threads of the block: the vectors of `rows` rows.
 template <typename Vector, bool kScatter>
-__device__ __forceinline__ void move_rows(const Move& move, const Item& item, i64 group, i64 lane) {
-    const i64 rows = item.num_tokens * move.pieces_per_token;
-    const i64 groups = 32 / move.lanes_per_row;
-    const i64 vectors = move.piece_bytes / (i64)sizeof(Vector);
-    for (i64 first = group; first < rows; first += groups * LMC_ROWS_IN_FLIGHT) {
-        const Vector* source[LMC_ROWS_IN_FLIGHT];
-        Vector* target[LMC_ROWS_IN_FLIGHT];
-        bool moves[LMC_ROWS_IN_FLIGHT];
+__device__ __forceinline__ void move_rows(const Walk& walk, u64 plane_address, u64 chunk_address, unsigned rows,
+                                          const RowPlace* places) {
+    unsigned row = threadIdx.x / walk.vectors_per_row, vector = threadIdx.x - row * walk.vectors_per_row;
+    while (row < rows) {
+        Vector* target[LMC_VECTORS_IN_FLIGHT];  // nullptr: nothing to move
+        Vector data[LMC_VECTORS_IN_FLIGHT];
 #pragma unroll
-        for (int u = 0; u < LMC_ROWS_IN_FLIGHT; ++u) {
-            const i64 row = first + u * groups;
-            moves[u] = row < rows;
-            if (!moves[u]) continue;
-            i64 bad_token;
-            const Row found = row_at(move, item, row, &bad_token);
-            if (bad_token >= 0 && lane == 0) atomicMin(move.bad_token, (u64)bad_token);
-            moves[u] = found.moves;
-            source[u] = (const Vector*)(kScatter ? found.chunk_address : found.plane_address);
-            target[u] = (Vector*)(kScatter ? found.plane_address : found.chunk_address);
+        for (int u = 0; u < LMC_VECTORS_IN_FLIGHT; ++u) {
+            target[u] = nullptr;
+            if (row < rows && places[row].in_plane >= 0) {
+                Vector* on_plane = (Vector*)(plane_address + places[row].in_plane) + vector;
+                Vector* on_chunk = (Vector*)(chunk_address + places[row].in_chunk) + vector;
+                data[u] = __ldcs(kScatter ? on_chunk : on_plane);
+                target[u] = kScatter ? on_plane : on_chunk;
+            }
+            row += walk.row_step;
+            vector += walk.vector_step;
+            if (vector >= walk.vectors_per_row) {
+                vector -= walk.vectors_per_row;
+                ++row;
+            }
         }
-        for (i64 v = lane; v < vectors; v += move.lanes_per_row) {
-            Vector data[LMC_ROWS_IN_FLIGHT];
 #pragma unroll
-            for (int u = 0; u < LMC_ROWS_IN_FLIGHT; ++u)
-                if (moves[u]) data[u] = __ldcs(source[u] + v);
-#pragma unroll
-            for (int u = 0; u < LMC_ROWS_IN_FLIGHT; ++u)
-                if (moves[u]) __stcs(target[u] + v, data[u]);
+        for (int u = 0; u < LMC_VECTORS_IN_FLIGHT; ++u)
+            if (target[u]) __stcs(target[u], data[u]);
+    }
+}
+
+template <typename Vector, bool kScatter> __device__ __forceinline__ void move_batch(const Move& move) {
+    __shared__ RowPlace places[LMC_ROWS_KNOWN];
+    Walk walk;
+    walk.vectors_per_row = (unsigned)(move.piece_bytes / (i64)sizeof(Vector));
+    walk.row_step = blockDim.x / walk.vectors_per_row;
+    walk.vector_step = blockDim.x - walk.row_step * walk.vectors_per_row;
+
+    // Counted in 32 bits: the tiles of one launch times its planes are far fewer than 2^32.
+    const unsigned num_tiles = (unsigned)move.num_tiles, num_planes = (unsigned)move.num_planes;
+    const unsigned planes_per_unit = (unsigned)move.planes_per_unit;
+    const unsigned units = (num_planes + planes_per_unit - 1) / planes_per_unit * num_tiles;
+    for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
+        const unsigned range = unit / num_tiles;
+        const Tile tile = tile_at(move, unit - range * num_tiles);
+        const unsigned rows = (unsigned)(tile.num_tokens * move.pieces_per_token);
+        unsigned plane_index = range * planes_per_unit, last_plane = plane_index + planes_per_unit;
+        if (last_plane > num_planes) last_plane = num_planes;
+        bool known = false;  // whether the places are this tile's, and serve every plane
+        for (; plane_index < last_plane; ++plane_index) {
+            const Item item = item_of_tile(move, tile, plane_index);
+            for (unsigned first_row = 0; first_row < rows; first_row += LMC_ROWS_KNOWN) {
+                const unsigned here = rows - first_row < LMC_ROWS_KNOWN ? rows - first_row : LMC_ROWS_KNOWN;
+                if (!known) {
+                    __syncthreads();  // nobody needs the old ones any more
+                    find_places(move, item, *item.plane, first_row, here, places);
+                    __syncthreads();
+                    known = move.planes_alike && rows <= LMC_ROWS_KNOWN;
+                }
+                move_rows<Vector, kScatter>(walk, item.plane->address, item.chunk_address, here, places);
+            }
         }
     }
 }
 
-template <typename Vector, bool kScatter>
-__device__ __forceinline__ void move_items(const Move& move) {
-    const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    const i64 warps = (i64)gridDim.x * blockDim.x / 32;
-    const i64 lane_in_warp = thread % 32;
-    const i64 group = lane_in_warp / move.lanes_per_row;
-    const i64 lane = lane_in_warp - group * move.lanes_per_row;
-    for (i64 index = thread / 32; index < num_items(move); index += warps)
-        move_rows<Vector, kScatter>(move, item_at(move, index), group, lane);
-}
-
 // gather_16, scatter_16, ...: the vector width in bytes, which must divide every address, stride and piece of the batch.
 #define LMC_KERNELS(width, Vector)                                                                       \
-    extern "C" __global__ void __launch_bounds__(256) gather_##width(Move move) {                        \
-        move_items<Vector, false>(move);                                                                 \
+    extern "C" __global__ void __launch_bounds__(256, 4) gather_##width(const __grid_constant__ Batch batch) {   \
+        move_batch<Vector, false>(move_of(batch));                                                       \
     }                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256) scatter_##width(Move move) {                       \
-        move_items<Vector, true>(move);                                                                  \
+    extern "C" __global__ void __launch_bounds__(256, 4) scatter_##width(const __grid_constant__ Batch batch) {  \
+        move_batch<Vector, true>(move_of(batch));                                                        \
     }
 
 LMC_KERNELS(16, uint4)

@@ -1,6 +1,6 @@
 """From a checked plan to what the kernels read: tables of addresses and byte strides, and the widest vector they allow.
 
-The structs mirror csrc/address.h and csrc/rotate.h field by field. No layout has a name here, and nothing is moved.
+The structs mirror csrc/address.h, batch.h and rotate.h field by field. No layout has a name here, and nothing is moved.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import math
 import weakref
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from lmcache_ref.plan import TransferPlan
 WIDEST_VECTOR_BYTES = 16
 WORDS_PER_PLANE = 4
 WORDS_PER_CHUNK = 7
+CHUNKS_IN_BATCH = 32  # kChunksInBatch of csrc/batch.h
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
@@ -29,8 +31,22 @@ def _struct(name: str, fields: str) -> type[ctypes.Structure]:
 Move = _struct(
     "Move",
     "planes chunks ids bad_token num_chunks num_tiles num_layers kv_size num_ids tokens_per_id block_size block_shift "
-    "pieces_per_token piece_bytes tile_tokens lanes_per_row",
+    "pieces_per_token piece_bytes tile_tokens first_plane num_planes planes_alike planes_per_unit base_address",
 )
+
+
+class Batch(ctypes.Structure):
+    """A move and, where `move.chunks` is 0, its chunks: up to CHUNKS_IN_BATCH rows of WORDS_PER_CHUNK."""
+
+    _fields_ = [("move", Move), ("chunks", ctypes.c_int64 * (CHUNKS_IN_BATCH * WORDS_PER_CHUNK))]
+
+
+class Homes(ctypes.Structure):
+    """Where the chunks of a batch are at home: rows of WORDS_PER_CHUNK."""
+
+    _fields_ = [("chunks", ctypes.c_int64 * (CHUNKS_IN_BATCH * WORDS_PER_CHUNK))]
+
+
 Rotation = _struct(
     "Rotation",
     "keys_address token_stride_bytes head_stride_bytes dim_stride_bytes old_positions new_positions table_address "
@@ -44,13 +60,20 @@ class PlaneTable:
 
     words: `[NL, TWO, WORDS_PER_PLANE]`, each plane's address, then block, slot and head stride in bytes.
     granule_bytes: the greatest number that divides all of these and the piece.
+    alike: whether all have the same strides.
     pieces_per_token: 1 where the heads of a slot are contiguous in every plane, else NH; a piece is `piece_bytes` long.
     """
 
     words: array[int]
     granule_bytes: int
+    alike: bool
     pieces_per_token: int
     piece_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one plane."""
+        return self.pieces_per_token * self.piece_bytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +95,7 @@ def plane_table(planes: Planes) -> PlaneTable:
     element_bytes = first.element_size()
     num_heads, head_bytes = first.shape[2], first.shape[3] * element_bytes
     words = array("q")
-    contiguous_heads = True
+    contiguous_heads, kinds = True, set()
     for row in planes:
         for plane in row:
             strides = [
@@ -81,9 +104,10 @@ def plane_table(planes: Planes) -> PlaneTable:
             ]
             contiguous_heads &= num_heads == 1 or strides[2] == head_bytes
             words.extend((plane.data_ptr(), *strides))
+            kinds.add(tuple(strides))
     pieces = 1 if contiguous_heads else num_heads
     piece_bytes = num_heads * head_bytes // pieces
-    return PlaneTable(words, math.gcd(piece_bytes, *words), pieces, piece_bytes)
+    return PlaneTable(words, math.gcd(piece_bytes, *words), len(kinds) <= 1, pieces, piece_bytes)
 
 
 class PlaneTables:
@@ -95,6 +119,8 @@ class PlaneTables:
     def find(self, plan: TransferPlan) -> tuple[PlaneTable, int]:
         """A table and the layer in it that is `plan.planes[0]`; the plan's other layers follow."""
         layer_of_row, tables = self._of_cache(plan.cache)
+        if plan.planes is plan.cache.planes and () in tables:
+            return tables[()], 0
         layers = tuple(layer_of_row.get(id(row), -1) for row in plan.planes)
         if -1 in layers:  # planes that are not the cache's own rows
             return plane_table(plan.planes), 0
@@ -127,25 +153,23 @@ def chunk_table(plan: TransferPlan, tile_tokens: int) -> ChunkTable:
     """The plan's chunks, each from its first token after the skipped prefix on; those without such a token are left out."""
     words = array("q")
     granule_bytes = first_tile = 0
-    for span in plan.spans:
-        chunk = span.chunk
-        element_bytes = chunk.element_size()
-        two, num_layers, num_tokens = chunk.shape[:3]
-        kv_stride, layer_stride, token_stride = chunk.stride()[:3]
-        skipped = min(max(0, plan.skip_prefix_n_tokens - span.start), num_tokens)
-        num_moved = num_tokens - skipped
-        if num_moved == 0:
-            continue
-        strides = (
-            kv_stride * element_bytes if two > 1 else 0,
-            layer_stride * element_bytes if num_layers > 1 else 0,
-            token_stride * element_bytes if num_tokens > 1 else 0,
-        )
-        address = chunk.data_ptr() + skipped * strides[2]
+    for address, strides, first_token, num_tokens in moved_parts(plan):
         granule_bytes = math.gcd(granule_bytes, address, *strides)
-        words.extend((address, *strides, span.start + skipped, num_moved, first_tile))
-        first_tile += -(-num_moved // tile_tokens)
+        words.extend((address, *strides, first_token, num_tokens, first_tile))
+        first_tile += -(-num_tokens // tile_tokens)
     return ChunkTable(words, granule_bytes, first_tile)
+
+
+def moved_parts(plan: TransferPlan) -> Iterator[tuple[int, tuple[int, int, int], int, int]]:
+    """Of each chunk with a token after the skipped prefix: address of that token's row, strides in bytes (kv, layer,
+    token), the token, and how many there are from it on."""
+    skip = plan.skip_prefix_n_tokens
+    for span in plan.spans:
+        first_token = span.start if span.start > skip else skip
+        if first_token < span.end:
+            strides = span.stride_bytes
+            address = span.tensor.data_ptr() + (first_token - span.start) * strides[2]
+            yield address, strides, first_token, span.end - first_token
 
 
 def vector_bytes(planes: PlaneTable, chunks: ChunkTable) -> int:
@@ -158,15 +182,20 @@ def describe_move(
 ) -> ctypes.Structure:
     """The struct Move of a batch whose tables lie on the host, slots as ids. It holds addresses: keep the tables and
     `ids` (int64, contiguous) alive as long as it is used."""
-    cache = plan.cache
+    skipped_bytes = first_layer * plan.cache.kv_size * WORDS_PER_PLANE * planes.words.itemsize
+    move = whole_move(plan, planes, tile_tokens)
+    move.planes = planes.words.buffer_info()[0] + skipped_bytes
+    move.chunks, move.num_chunks, move.num_tiles = chunks.words.buffer_info()[0], chunks.num_chunks, chunks.num_tiles
+    move.ids = ids.data_ptr()
+    return move
+
+
+def whole_move(plan: TransferPlan, planes: PlaneTable, tile_tokens: int) -> ctypes.Structure:
+    """The struct Move of a batch in all planes of a plan, slots as ids; addresses and the numbers of chunks are left 0."""
+    cache, num_layers = plan.cache, len(plan.planes)
     block_size, kv_size = cache.block_size, cache.kv_size
     return Move(
-        planes=planes.words.buffer_info()[0] + first_layer * kv_size * WORDS_PER_PLANE * planes.words.itemsize,
-        chunks=chunks.words.buffer_info()[0],
-        ids=ids.data_ptr(),
-        num_chunks=chunks.num_chunks,
-        num_tiles=chunks.num_tiles,
-        num_layers=len(plan.planes),
+        num_layers=num_layers,
         kv_size=kv_size,
         num_ids=cache.num_slots,
         tokens_per_id=1,
@@ -175,7 +204,9 @@ def describe_move(
         pieces_per_token=planes.pieces_per_token,
         piece_bytes=planes.piece_bytes,
         tile_tokens=tile_tokens,
-        lanes_per_row=1,
+        num_planes=num_layers * kv_size,
+        planes_alike=planes.alike,
+        planes_per_unit=1,
     )
 
 

@@ -8,7 +8,7 @@ only where the slots are on the host or `LMCACHE_VALIDATE=1`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,53 @@ from .errors import (
     SlotRangeError,
 )
 from .kv_cache import PagedKVCache
-from .layouts import CHUNK_AXES, CHUNK_FORMATS, canonical_view, parse_pattern
+from .layouts import CHUNK_AXES, CHUNK_FORMATS, Axes, canonical_view, parse_pattern
 from .memory import MemoryFormat, MemoryObj
 
 
-@dataclass(frozen=True)
-class ChunkSpan:
-    """One chunk: `chunk[kv, layer]` is `[T, NH, HS]`, a view of the caller's tensor; its rows are the request's tokens
-    `[start, end)`."""
+@dataclass(frozen=True, eq=False)
+class ChunkReading:
+    """How tensors of one shape, stride and dtype are seen as `[TWO, NL, T, NH, HS]`.
 
-    chunk: torch.Tensor
-    start: int
-    end: int
+    axes, sizes: names of the tensor's axes and lengths of the names. num_tokens: T. stride_bytes: of TWO, NL and T in
+    the view, 0 for an axis of length one.
+    """
+
+    axes: Axes
+    sizes: Mapping[str, int]
+    num_tokens: int
+    stride_bytes: tuple[int, int, int]
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, seen so; a view that begins where the tensor begins."""
+        return canonical_view(tensor, self.axes, self.sizes, CHUNK_AXES)
+
+
+class ChunkSpan:
+    """One chunk: `chunk[kv, layer]` is `[T, NH, HS]`, a view of the caller's `tensor`; its rows are the request's tokens
+    `[start, end)`.
+
+    The view is made when it is asked for: who moves by addresses needs only the tensor and `stride_bytes`.
+    """
+
+    __slots__ = ("_reading", "end", "start", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, start: int, end: int, reading: ChunkReading | None = None):
+        """reading: None for a tensor that is `[TWO, NL, T, NH, HS]` already."""
+        self.tensor, self.start, self.end, self._reading = tensor, start, end, reading
+
+    @property
+    def chunk(self) -> torch.Tensor:
+        """The view `[TWO, NL, T, NH, HS]`."""
+        return self.tensor if self._reading is None else self._reading.view(self.tensor)
+
+    @property
+    def stride_bytes(self) -> tuple[int, int, int]:
+        """Of TWO, NL and T in the view, 0 for an axis of length one."""
+        return stride_bytes_of(self.tensor) if self._reading is None else self._reading.stride_bytes
+
+    def __repr__(self) -> str:
+        return f"ChunkSpan([{self.start}, {self.end}), {tuple(self.chunk.shape)} {self.tensor.dtype})"
 
 
 @dataclass(frozen=True)
@@ -70,7 +105,6 @@ class TransferPlan:
         """Check everything and name every axis. Arguments as in `lmcache_ref.gather`."""
         if not isinstance(cache, PagedKVCache):
             raise ArgumentError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
-        layers = _checked_layers(layers, cache)
         slots = checked_slots(slots)
         if (
             isinstance(skip_prefix_n_tokens, bool)
@@ -80,16 +114,24 @@ class TransferPlan:
             raise SkipPrefixError(f"skip_prefix_n_tokens must be an int >= 0, got {skip_prefix_n_tokens!r}")
         if starts is not None and len(starts) != len(chunks):
             raise ChunkError(f"{len(chunks)} chunks but {len(starts)} starts")
-        spans = []
-        next_start = 0
+        planes = cache.planes if layers is None else cache.select_layers(_checked_layers(layers, cache))
+        spans: list[ChunkSpan] = []
+        readings: dict[Any, ChunkReading] = {}
+        next_start, num_slots = 0, len(slots)
         for index, chunk in enumerate(chunks):
-            view = chunk_view(chunk, f"chunks[{index}]", fmt, cache, len(layers))
+            tensor = chunk.tensor if isinstance(chunk, MemoryObj) else chunk
+            if not isinstance(tensor, torch.Tensor):
+                raise ChunkError(f"chunks[{index}] has no tensor ({type(chunk).__name__})")
+            kind = tensor.shape, tensor.stride(), tensor.dtype
+            reading = readings.get(kind)
+            if reading is None:  # most chunks of a call are alike, and are looked at once
+                reading = readings[kind] = read_chunk(tensor, f"chunks[{index}]", fmt, cache, len(planes))
             start = next_start if starts is None else starts[index]
-            next_start = end = start + view.shape[2]
-            if start < 0 or end > len(slots):
-                raise ChunkError(f"chunks[{index}] holds tokens [{start}, {end}) but slots covers [0, {len(slots)})")
-            spans.append(ChunkSpan(view, start, end))
-        return cls(cache, cache.select_layers(layers), tuple(spans), slots, skip_prefix_n_tokens)
+            next_start = end = start + reading.num_tokens
+            if start < 0 or end > num_slots:
+                raise ChunkError(f"chunks[{index}] holds tokens [{start}, {end}) but slots covers [0, {num_slots})")
+            spans.append(ChunkSpan(tensor, start, end, reading))
+        return cls(cache, planes, tuple(spans), slots, skip_prefix_n_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -99,16 +141,20 @@ class TransferPlan:
     @property
     def num_bytes(self) -> int:
         """Bytes of all chunks, skipped tokens included."""
-        return sum(span.chunk.numel() * span.chunk.element_size() for span in self.spans)
+        return sum(span.tensor.numel() * span.tensor.element_size() for span in self.spans)
 
 
-def chunk_view(
-    chunk: torch.Tensor | MemoryObj, name: str, fmt: MemoryFormat, cache: PagedKVCache, num_layers: int
-) -> torch.Tensor:
-    """The chunk as `[TWO, NL, T, NH, HS]`, a view; DtypeError, StrideError or ChunkError when it does not fit `cache`."""
-    tensor = chunk.tensor if isinstance(chunk, MemoryObj) else chunk
-    if not isinstance(tensor, torch.Tensor):
-        raise ChunkError(f"{name} has no tensor ({type(chunk).__name__})")
+def stride_bytes_of(chunk: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of TWO, NL and T of a view `[TWO, NL, T, NH, HS]`, 0 for an axis of length one."""
+    width, strides, sizes = chunk.element_size(), chunk.stride(), chunk.shape
+    kv, layer, token = (strides[axis] * width if sizes[axis] > 1 else 0 for axis in range(3))
+    return kv, layer, token
+
+
+def read_chunk(
+    tensor: torch.Tensor, name: str, fmt: MemoryFormat, cache: PagedKVCache, num_layers: int
+) -> ChunkReading:
+    """How a chunk is seen as `[TWO, NL, T, NH, HS]`; DtypeError, StrideError or ChunkError when it does not fit `cache`."""
     if fmt not in CHUNK_FORMATS:
         raise ChunkError(f"fmt={fmt!r} is no chunk format; allowed: {', '.join(f.name for f in CHUNK_FORMATS)}")
     if not same_bytes(tensor.dtype, cache.dtype):
@@ -121,7 +167,8 @@ def chunk_view(
         fits = len(axes) == tensor.dim() and all(n in (None, m) for n, m in zip(wanted, tensor.shape, strict=True))
         if fits and (("two" in names) == (cache.kv_size == 2)) and ("nl" in names or num_layers == 1):
             check_strides(tensor, name)
-            return canonical_view(tensor, axes, sizes, CHUNK_AXES)
+            view = canonical_view(tensor, axes, sizes, CHUNK_AXES)
+            return ChunkReading(axes, sizes, view.shape[2], stride_bytes_of(view))
     raise ChunkError(
         f"{name} has shape {tuple(tensor.shape)}; {fmt.name} [{' | '.join(CHUNK_FORMATS[fmt])}] of this transfer means "
         f"two={cache.kv_size}, NL={num_layers}, D = NH*HS = {cache.num_heads}*{cache.head_size}"
@@ -189,7 +236,7 @@ def _length(group: tuple[str, ...], sizes: dict[str, int]) -> int | None:
 
 def _checked_layers(layers: Any, cache: PagedKVCache) -> list[int]:
     """The requested layers as a list; ArgumentError for one that does not exist or comes twice."""
-    chosen = list(range(cache.num_layers)) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    chosen = [layers] if isinstance(layers, int) else list(layers)
     for layer in chosen:
         if not isinstance(layer, int) or not 0 <= layer < cache.num_layers:
             raise ArgumentError(f"layers: {layer!r} is not a layer; the cache has NL = {cache.num_layers}")

@@ -20,6 +20,7 @@ import torch
 from lmcache_ref.backends import register_backend, unregister_backend, use_backend
 from lmcache_ref.connectors import SGLangGPUConnector
 from lmcache_ref.errors import LayoutError
+from lmcache_ref.plan import ChunkSpan
 from lmcache_ref.rope import rerotate
 from lmcache_ref.transfer import Transfer, reference_gather, reference_scatter
 from sglang_pools import NL, check, description, recorded
@@ -47,7 +48,11 @@ def test_a_layer_that_does_not_arrive_is_seen(layer):
         """Whole-model: all layers but one; one layer at a time: none."""
         planes = tuple(row for number, row in enumerate(plan.planes) if number != layer % len(plan.planes))
         spans = tuple(
-            replace(span, chunk=span.chunk[:, [n for n in range(len(plan.planes)) if n != layer % len(plan.planes)]])
+            ChunkSpan(
+                span.chunk[:, [n for n in range(len(plan.planes)) if n != layer % len(plan.planes)]],
+                span.start,
+                span.end,
+            )
             for span in plan.spans
         )
         return reference_scatter(replace(plan, planes=planes, spans=spans)) if planes else Transfer()

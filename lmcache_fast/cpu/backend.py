@@ -12,7 +12,7 @@ import torch
 
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import BackendError
-from lmcache_ref.plan import TransferPlan, check_slots, validating
+from lmcache_ref.plan import ChunkSpan, TransferPlan, check_slots, validating
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
 
@@ -103,11 +103,7 @@ def _require_host(what: str, device: torch.device) -> None:
 
 def _with_host_chunks(plan: TransferPlan) -> TransferPlan:
     """The plan itself, or with copies in host memory of the chunks that are elsewhere."""
-    if all(span.chunk.device.type == "cpu" for span in plan.spans):
+    if all(span.tensor.is_cpu for span in plan.spans):
         return plan
-    return replace(
-        plan,
-        spans=tuple(
-            span if span.chunk.device.type == "cpu" else replace(span, chunk=span.chunk.cpu()) for span in plan.spans
-        ),
-    )
+    spans = (span if span.tensor.is_cpu else ChunkSpan(span.chunk.cpu(), span.start, span.end) for span in plan.spans)
+    return replace(plan, spans=tuple(spans))

@@ -17,7 +17,7 @@ from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
 
 from ..descriptors import describe_rotation
-from .device import THREADS, CudaDevice
+from .device import THREADS, Arguments, CudaDevice
 from .holdings import Blocks
 from .pipeline import BLOCKS_PER_MULTIPROCESSOR, Lane
 
@@ -61,7 +61,7 @@ class Engine:
     def move(self, operation: str, plan: TransferPlan) -> Transfer:
         """Host chunks through the ring, those on the device in one launch."""
         lane = self.lanes[operation]
-        kinds = [self.device.holds(span.chunk) for span in plan.spans]
+        kinds = [self.device.holds(span.tensor) for span in plan.spans]
         if len(set(kinds)) <= 1:
             return lane.move(plan, on_host=not any(kinds))
         with self.device.guard():
@@ -122,7 +122,7 @@ class CudaBackend:
             num_threads = rotation.num_tokens * rotation.num_pairs
             num_blocks = min(BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors, -(-num_threads // THREADS))
             kernel = f"rotate_{TYPE_NAMES[keys.dtype]}_{TYPE_NAMES[table.dtype]}"
-            device.launch(kernel, device.current(), rotation, num_blocks)
+            device.launch(kernel, device.current(), Arguments(rotation), num_blocks)
 
     def _engine(self, what: str, where: torch.device) -> Engine:
         if where.type != "cuda":
@@ -168,12 +168,14 @@ def _pick(plan: TransferPlan, kinds: list[bool], kind: bool) -> tuple[ChunkSpan,
 def _near(plan: TransferPlan) -> TransferPlan:
     """The plan itself, or with copies of the chunks that are on another device; torch orders these copies."""
     here = plan.cache.device
-    if all(span.chunk.device == here or span.chunk.device.type == "cpu" for span in plan.spans):
+    if all(span.tensor.is_cpu or span.tensor.device == here for span in plan.spans):
         return plan
-    spans = [
-        span if span.chunk.device in (here, torch.device("cpu")) else replace(span, chunk=span.chunk.to(here))
+    spans = (
+        span
+        if span.tensor.is_cpu or span.tensor.device == here
+        else ChunkSpan(span.chunk.to(here), span.start, span.end)
         for span in plan.spans
-    ]
+    )
     return replace(plan, spans=tuple(spans))
 
 

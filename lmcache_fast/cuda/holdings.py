@@ -59,9 +59,11 @@ class Slots(NamedTuple):
 
 
 class Uploaded(NamedTuple):
-    """A block in use, and where on the device the slots are."""
+    """A block in use; where on the device the planes, the chunks (behind the planes) and the slots are."""
 
     block: Block
+    planes_address: int
+    chunks_address: int
     slots_address: int
 
 
@@ -121,7 +123,7 @@ class CudaTransfer(Transfer):
         with self._lock:
             if self._under_way is None:
                 return
-            (block, slots_address), _ = self._under_way
+            (block, _, _, slots_address), _ = self._under_way
             if self._counted is not None:
                 token = self._device.read_word(block.pinned.address)
                 if token != NO_BAD_TOKEN:
@@ -131,41 +133,24 @@ class CudaTransfer(Transfer):
             self._blocks.give_back(block)
 
 
+class Place:
+    """Staging memory for one segment. emptied: the event after which it may be filled again; None before the first use."""
+
+    __slots__ = ("address", "emptied")
+
+    def __init__(self, address: int):
+        self.address = address
+        self.emptied: Any = None
+
+
 class Ring:
-    """Staging memory, given out in turn. Who takes a place waits for whoever had any of it before."""
+    """Staging memory as places of one size, used in turn."""
 
-    def __init__(self, memory: Memory):
-        self.memory = memory
-        self._head = 0
-        self._users: deque[tuple[int, int, int, Any]] = deque()  # (begin, end, stream, event)
+    def __init__(self, memory: Memory, num_places: int, place_bytes: int):
+        self.memory, self.place_bytes = memory, place_bytes
+        self._places = deque(Place(memory.address + i * place_bytes) for i in range(num_places))
 
-    def place(self, num_bytes: int) -> int:
-        """The address of the next place."""
-        if self._head + num_bytes > self.memory.num_bytes:
-            self._head = 0
-        begin, self._head = self._head, self._head + num_bytes
-        return self.memory.address + begin
-
-    def claim(self, device: Any, stream: int, begin: int, num_bytes: int) -> None:
-        """`stream` waits for those that used any of the place before. What they had beside it stays theirs: another
-        stream may come for that."""
-        end = begin + num_bytes
-        newest: dict[int, Any] = {}
-        others: deque[tuple[int, int, int, Any]] = deque()
-        for user in self._users:
-            first, last, by, event = user
-            if last <= begin or end <= first:
-                others.append(user)
-                continue
-            newest[by] = event
-            if first < begin:
-                others.append((first, begin, by, event))
-            if end < last:
-                others.append((end, last, by, event))
-        self._users = others
-        for event in newest.values():
-            device.wait(stream, event)
-
-    def release(self, begin: int, num_bytes: int, stream: int, event: Any) -> None:
-        """The place is free once `event` of `stream` has happened."""
-        self._users.append((begin, begin + num_bytes, stream, event))
+    def next(self) -> Place:
+        """The place that was used longest ago. Who takes it waits for `emptied` and says when that happens again."""
+        self._places.rotate(-1)
+        return self._places[-1]

@@ -8,13 +8,12 @@ carry it off; a load is the reverse. Chunks on the device are moved by one launc
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import threading
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,53 +24,47 @@ from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
 
 from ..descriptors import (
+    CHUNKS_IN_BATCH,
     WIDEST_VECTOR_BYTES,
-    WORDS_PER_CHUNK,
     WORDS_PER_PLANE,
-    Move,
+    Batch,
+    Homes,
     PlaneTable,
     PlaneTables,
-    chunk_table,
-    vector_bytes,
+    moved_parts,
+    whole_move,
 )
 from ..environment import staging_bytes, zero_copy_bytes
-from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Ring, Slots, Uploaded
-from .segments import Home, Segment, cut, home_words, homes_of, staged_words
+from .device import Arguments
+from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Slots, Uploaded
+from .segments import ALIGN_BYTES, Part, Segment, cut, home_rows
 
-COPY_STREAMS = 2  # a direction: one copy starts while the other ends
 STAGED_BLOCKS = 66  # thread blocks of a staged launch: a short burst on half the multiprocessors of an H200
 ZERO_COPY_BLOCKS = 16
-BLOCKS_PER_MULTIPROCESSOR = 8  # of a launch on device memory only
-WARPS_PER_BLOCK = 8
-TILE_BYTES = 16 << 10  # of one plane, moved by a warp at a stretch
-LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, LEAST_SEGMENT_BYTES = 32 << 20, 16 << 20, 4 << 20
-SMALL_ROW_BYTES = 512  # rows up to this use small segments
+BLOCKS_PER_MULTIPROCESSOR = 4  # of a launch on device memory only: as many as are resident
+PLANES_PER_UNIT = 4
+PLACES = 4  # that the ring is divided into
+LEAST_SEGMENT_BYTES = 4 << 20
 SEGMENTS_PER_CALL = 4  # at least, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
+TILE_BYTES, TILE_ROWS = (
+    32 << 10,
+    256,
+)  # of one plane, moved by a thread block at a stretch; LMC_ROWS_KNOWN of transfer.cu
 FLAG_WORDS = 2  # the first bad token, and one word to keep what follows aligned to 16 bytes
 
 logger = logging.getLogger(__name__)
 
 
-class Issue(NamedTuple):
-    """A segment ready to go. Addresses on the device: its place in the ring, its table of chunks, and the table of where they
-    are at home (None: kernels cannot reach them). keep_width: bytes of the vectors to use there."""
-
-    segment: Segment
-    place: int
-    table: int
-    num_tiles: int
-    homes_table: int | None
-    keep_width: int
-
-
 class Call(NamedTuple):
-    """What the segments of one call share. width: bytes of a vector. keeps: rows in staging must hold what they had."""
+    """What the segments of one call share. width: bytes of a vector. keeps: rows in staging must hold what they had.
+    num_blocks: of a launch."""
 
-    move: Any
-    width: int
+    plan: TransferPlan
     slots: Slots
+    planes: PlaneTable
     uploaded: Uploaded
-    ring: Ring
+    width: int
+    tile_tokens: int
     keeps: bool
 
 
@@ -81,9 +74,9 @@ class Lane:
     def __init__(self, device: Any, operation: str, blocks: Blocks):
         self._device, self._operation, self._blocks = device, operation, blocks
         self._tables = PlaneTables()
-        self._kernels = device.new_stream(urgent=True)
-        self._copies = [device.new_stream() for _ in range(COPY_STREAMS)]
-        self._turn = 0  # which copy stream is next
+        self._kernels, self._copies = device.new_stream(urgent=True), device.new_stream()
+        self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
+        self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
         self._ring: Ring | None = None
         self._under_way: deque[CudaTransfer] = deque()
         self._lock = threading.Lock()
@@ -104,17 +97,22 @@ class Lane:
         """Move a plan whose chunks are all in host memory, or all in this device's. Raises before anything is moved."""
         with self._lock, self._device.guard():
             self._reap()
-            homes = homes_of(plan)
-            if not homes:
+            skip = plan.skip_prefix_n_tokens
+            num_tokens = sum(span.end - max(span.start, skip) for span in plan.spans if span.end > skip)
+            if num_tokens == 0:
                 return Transfer()
             slots = self.look_at_slots(plan)
+            planes, first_layer = self._tables.find(plan)
             if not on_host:
-                return self._direct(plan, slots, None)
-            if plan.num_bytes <= zero_copy_bytes():
-                mapped = [self._device.mapped(home.address) for home in homes]
-                if None not in mapped:
-                    return self._direct(plan, slots, [address or 0 for address in mapped])
-            return self._staged(plan, slots, homes)
+                return self._direct(
+                    plan, slots, planes, first_layer, list(moved_parts(plan)), BLOCKS_PER_MULTIPROCESSOR
+                )
+            num_bytes = num_tokens * len(plan.planes) * plan.cache.kv_size * planes.token_bytes
+            if num_bytes <= zero_copy_bytes():
+                mapped = self._mapped(plan)
+                if mapped is not None:
+                    return self._direct(plan, slots, planes, first_layer, mapped, None)
+            return self._staged(plan, slots, planes, first_layer, num_bytes)
 
     def _reap(self) -> None:
         """Forget transfers that are done, oldest first. Raises the first error that nobody has asked for; those of the
@@ -128,22 +126,42 @@ class Lane:
         if errors:
             raise errors[0]
 
-    def _begun(self, plan: TransferPlan, slots: Slots, uploaded: Uploaded, events: Sequence[Any]) -> CudaTransfer:
-        cache = plan.cache
-        counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {cache.num_slots}" if slots.reports else None
-        transfer = CudaTransfer(self._device, self._blocks, events, uploaded, counted, (plan, self._ring))
+    def _begun(self, call: Call, events: Sequence[Any]) -> CudaTransfer:
+        cache = call.plan.cache
+        counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {cache.num_slots}" if call.slots.reports else None
+        transfer = CudaTransfer(self._device, self._blocks, events, call.uploaded, counted, (call.plan, self._ring))
         self._under_way.append(transfer)
         return transfer
 
     # ------------------------------------------------------------------------------------------ descriptors
 
-    def _upload(self, plan: TransferPlan, slots: Slots, words: array[int], stream: int) -> Uploaded:
+    def _describe(
+        self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, width: int, chunks: list[int],
+        stream: int,
+    ) -> Call:  # fmt: skip
+        """Bring the tables of a call to the device on `stream`, and fill in the batch but for its chunks."""
+        words_per_layer = plan.cache.kv_size * WORDS_PER_PLANE
+        words = array("q", (NO_BAD_TOKEN, 0))
+        words.extend(planes.words[first_layer * words_per_layer : (first_layer + len(plan.planes)) * words_per_layer])
+        planes_end = len(words)
+        words.extend(chunks)
+        uploaded = self._upload(plan, slots, words, planes_end, stream)
+        tile_tokens = tile_tokens_of(planes)
+        move = whole_move(plan, planes, tile_tokens)
+        move.planes, move.ids = uploaded.planes_address, uploaded.slots_address
+        move.bad_token, move.planes_per_unit = uploaded.block.device.address, PLANES_PER_UNIT
+        self._batch.move = move
+        keeps = slots.may_skip and self._operation == "gather"
+        return Call(plan, slots, planes, uploaded, width, tile_tokens, keeps)
+
+    def _upload(self, plan: TransferPlan, slots: Slots, words: array[int], planes_end: int, stream: int) -> Uploaded:
         """Bring tables to the device on `stream`, and slots: those of the host too, others on the current stream."""
         device, values = self._device, plan.slots
         num_bytes, slots_bytes = len(words) * WORD_BYTES, len(values) * WORD_BYTES
         block = self._blocks.take(num_bytes + slots_bytes)
         device.write(block.pinned.address, words.buffer_info()[0], num_bytes)
-        slots_address = block.device.address + num_bytes
+        base = block.device.address
+        slots_address = base + num_bytes
         if slots.on_device:
             values = values.to(plan.cache.device).contiguous()
             device.copy(
@@ -153,205 +171,168 @@ class Lane:
             values = values.contiguous()
             device.write(block.pinned.address + num_bytes, values.data_ptr(), slots_bytes)
             num_bytes += slots_bytes
-        device.copy(block.device.address, block.pinned.address, num_bytes, stream)
-        return Uploaded(block, slots_address)
+        device.copy(base, block.pinned.address, num_bytes, stream)
+        return Uploaded(block, base + FLAG_WORDS * WORD_BYTES, base + planes_end * WORD_BYTES, slots_address)
 
-    def _fetch_flag(self, slots: Slots, uploaded: Uploaded, stream: int) -> None:
+    def _fetch_flag(self, call: Call, stream: int) -> None:
         """Bring the first bad token to the host, behind the last kernel."""
-        if slots.reports:
-            self._device.copy(uploaded.block.pinned.address, uploaded.block.device.address, WORD_BYTES, stream)
+        block = call.uploaded.block
+        self._device.copy(block.pinned.address, block.device.address, WORD_BYTES, stream)
+
+    def _mapped(self, plan: TransferPlan) -> list[Part] | None:
+        """The parts to move, by the addresses that kernels have for them; None if some are out of reach."""
+        parts = list(moved_parts(plan))
+        addresses = [self._device.mapped(part[0]) for part in parts]
+        if None in addresses:
+            return None
+        return [(address or 0, *part[1:]) for address, part in zip(addresses, parts, strict=True)]
 
     # ------------------------------------------------------------------------------------------ one launch
 
-    def _direct(self, plan: TransferPlan, slots: Slots, mapped: Sequence[int] | None) -> Transfer:
-        """One launch on the current stream. mapped: the chunks' addresses where they are not the device's own memory."""
+    def _direct(
+        self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, parts: list[Part],
+        blocks_per_multiprocessor: int | None,
+    ) -> Transfer:  # fmt: skip
+        """One launch on the current stream. blocks_per_multiprocessor: None where it reaches over the link."""
         device, current = self._device, self._device.current()
-        planes, first_layer = self._tables.find(plan)
-        tile_tokens = _tile_tokens(planes)
-        chunks = chunk_table(plan, tile_tokens)
-        for i, address in enumerate(mapped or ()):
-            chunks.words[i * WORDS_PER_CHUNK] = address
-        width = math.gcd(vector_bytes(planes, chunks), *(mapped or ()))
-        words = _table_words(plan, planes, first_layer)
-        table = len(words)
-        words.extend(chunks.words)
-        uploaded = self._upload(plan, slots, words, current)
-        move = _described(plan, planes, uploaded, tile_tokens, width)
-        move.chunks = uploaded.block.device.address + table * WORD_BYTES
-        move.num_chunks, move.num_tiles = chunks.num_chunks, chunks.num_tiles
-        most = ZERO_COPY_BLOCKS if mapped else BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors
-        items = chunks.num_tiles * move.num_layers * move.kv_size
-        device.launch(f"{self._operation}_{width}", current, move, min(most, -(-items // WARPS_PER_BLOCK)))
-        self._fetch_flag(slots, uploaded, current)
-        return self._begun(plan, slots, uploaded, [device.record(current)])
+        tile_tokens = tile_tokens_of(planes)
+        rows: list[int] = []
+        first_tile = 0
+        for address, strides, first_token, num_tokens in parts:
+            rows += (address, *strides, first_token, num_tokens, first_tile)
+            first_tile += -(-num_tokens // tile_tokens)
+        width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, *(x for part in parts for x in (part[0], *part[1])))
+        travels = len(parts) <= CHUNKS_IN_BATCH
+        call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, current)
+        self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
+        units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
+        most = (blocks_per_multiprocessor or 0) * device.num_multiprocessors or ZERO_COPY_BLOCKS
+        device.launch(f"{self._operation}_{width}", current, self._arguments, min(most, units))
+        if slots.reports:
+            self._fetch_flag(call, current)
+        return self._begun(call, [device.record(current)])
+
+    def _point(self, rows: list[int] | None, table: int, num_chunks: int, num_tiles: int) -> None:
+        """Let the batch have these chunks: rows that travel with the launch, or a table on the device."""
+        move = self._batch.move
+        move.num_chunks, move.num_tiles, move.chunks = num_chunks, num_tiles, 0 if rows is not None else table
+        if rows is not None:
+            self._batch.chunks[: len(rows)] = rows
 
     # ------------------------------------------------------------------------------------------ through the ring
 
-    def _staged(self, plan: TransferPlan, slots: Slots, homes: list[Home]) -> Transfer:
+    def _staged(
+        self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, num_bytes: int
+    ) -> Transfer:
         """Segment after segment through the ring."""
-        planes, first_layer = self._tables.find(plan)
-        token_bytes = planes.piece_bytes * planes.pieces_per_token
         kv_size, num_layers = plan.cache.kv_size, len(plan.planes)
-        most = staging_bytes()
-        call_bytes = sum(home.num_tokens for home in homes) * num_layers * kv_size * token_bytes
-        segments = cut(homes, kv_size, num_layers, token_bytes, segment_bytes(most, token_bytes, kv_size, call_bytes))
-        ring = self._ring_of(max(most, *(segment.num_bytes for segment in segments)))
-        tile_tokens = _tile_tokens(planes)
-        words = _table_words(plan, planes, first_layer)
-        keeps = slots.may_skip and self._operation == "gather"
-        issues = []
-        for segment in segments:
-            place, table = ring.place(segment.num_bytes), len(words)
-            num_tiles = staged_words(segment, place, tile_tokens, words)
-            homes_table, keep_width = self._homes(segment, planes, tile_tokens, words) if keeps else (None, 0)
-            issues.append(Issue(segment, place, table, num_tiles, homes_table, keep_width))
-        if self._device.mapped(homes[0].address) is None:
+        ring = self._ring_of(kv_size * num_layers * planes.token_bytes)
+        most = segment_bytes(ring.place_bytes, num_bytes)
+        tile_tokens = tile_tokens_of(planes)
+        segments = cut(moved_parts(plan), kv_size, num_layers, planes.token_bytes, most, tile_tokens)
+        if self._device.mapped(next(moved_parts(plan))[0]) is None:
             _say_that_memory_is_pageable()
-        first = self._kernels if self._operation == "gather" else self._copies[self._turn]
-        uploaded = self._upload(plan, slots, words, first)
+        first = self._kernels if self._operation == "gather" else self._copies
         width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes)
-        move = _described(plan, planes, uploaded, tile_tokens, width)
+        call = self._describe(plan, slots, planes, first_layer, width, [], first)
         run = self._store if self._operation == "gather" else self._load
-        events = run(issues, Call(move, width, slots, uploaded, ring, keeps))
-        return self._begun(plan, slots, uploaded, events)
+        return self._begun(call, run(call, segments, ring))
 
-    def _store(self, issues: list[Issue], call: Call) -> list[Any]:
-        """Gather each segment on one stream, carry it off on others. Returns the events that end it."""
-        device, kernels, ring = self._device, self._kernels, call.ring
+    def _store(self, call: Call, segments: Iterator[Segment], ring: Ring) -> list[Any]:
+        """Gather each segment on one stream, carry it off on another. Returns the events that end it."""
+        device, kernels, copies = self._device, self._kernels, self._copies
+        kernel = f"gather_{call.width}"
         device.wait(kernels, device.record(device.current()))
-        ends: dict[int, Any] = {}
-        for issue in issues:
-            ring.claim(device, kernels, issue.place, issue.segment.num_bytes)
-            _point(call, issue)
-            if call.keeps and issue.homes_table is None:
-                self._copy(issue, kernels, to_home=False)
-            elif issue.homes_table is not None:
-                homes = call.uploaded.block.device.address + issue.homes_table * WORD_BYTES
-                device.launch(f"keep_{issue.keep_width}", kernels, call.move, STAGED_BLOCKS, homes)
-            device.launch(f"gather_{call.width}", kernels, call.move, STAGED_BLOCKS)
-            stream = self._next_copy_stream()
-            device.wait(stream, device.record(kernels))
-            self._copy(issue, stream, to_home=True)
-            ends[stream] = device.record(stream)
-            ring.release(issue.place, issue.segment.num_bytes, stream, ends[stream])
-        self._fetch_flag(call.slots, call.uploaded, kernels)
-        return [*ends.values(), *([device.record(kernels)] if call.slots.reports else [])]
+        for segment in segments:
+            place = ring.next()
+            if place.emptied is not None:
+                device.wait(kernels, place.emptied)
+            self._describe_segment(segment, place)
+            if call.keeps:
+                self._keep(call, segment, place)
+            device.launch(kernel, kernels, self._arguments, STAGED_BLOCKS)
+            device.wait(copies, device.record(kernels))
+            self._copy(segment, place, copies, to_home=True)
+            place.emptied = device.record(copies)
+        if not call.slots.reports:
+            return [place.emptied]
+        self._fetch_flag(call, kernels)
+        return [place.emptied, device.record(kernels)]
 
-    def _load(self, issues: list[Issue], call: Call) -> list[Any]:
-        """Bring each segment on one of the copy streams, scatter it on another stream. Returns the event that ends it."""
-        device, kernels, ring = self._device, self._kernels, call.ring
-        ready = device.record(device.current())
-        started: set[int] = set()
-        for number, issue in enumerate(issues):
-            stream = self._next_copy_stream()
-            if stream not in started:  # chunks may be written there; and through the first copy, pages are read there
-                device.wait(stream, ready)
-                started.add(stream)
-            ring.claim(device, stream, issue.place, issue.segment.num_bytes)
-            self._copy(issue, stream, to_home=False)
-            device.wait(kernels, device.record(stream))
-            _point(call, issue)
-            device.launch(f"scatter_{call.width}", kernels, call.move, STAGED_BLOCKS)
-            if number == len(issues) - 1:
-                self._fetch_flag(call.slots, call.uploaded, kernels)
-            end = device.record(kernels)
-            ring.release(issue.place, issue.segment.num_bytes, kernels, end)
-        return [end]
+    def _load(self, call: Call, segments: Iterator[Segment], ring: Ring) -> list[Any]:
+        """Bring each segment on one stream, scatter it on another. Returns the event that ends it."""
+        device, kernels, copies = self._device, self._kernels, self._copies
+        kernel = f"scatter_{call.width}"
+        device.wait(
+            copies, device.record(device.current())
+        )  # chunks may be written there; pages, read there, are later
+        for segment in segments:
+            place = ring.next()
+            if place.emptied is not None:
+                device.wait(copies, place.emptied)
+            self._copy(segment, place, copies, to_home=False)
+            device.wait(kernels, device.record(copies))
+            self._describe_segment(segment, place)
+            device.launch(kernel, kernels, self._arguments, STAGED_BLOCKS)
+            place.emptied = device.record(kernels)
+        if not call.slots.reports:
+            return [place.emptied]
+        self._fetch_flag(call, kernels)
+        return [device.record(kernels)]
 
-    def _copy(self, issue: Issue, stream: int, to_home: bool) -> None:
-        """The pieces of a segment, between their homes and its place."""
-        copy, copy_rows = self._device.copy, self._device.copy_rows
-        for home, packed, offset in issue.segment.pieces:
-            for home_offset, packed_offset, width, height, home_pitch, packed_pitch in packed.copies:
-                home_end, place_end = home.address + home_offset, issue.place + offset + packed_offset
-                target, source = (home_end, place_end) if to_home else (place_end, home_end)
-                if height == 1:
-                    copy(target, source, width, stream)
-                    continue
-                pitches = (home_pitch, packed_pitch) if to_home else (packed_pitch, home_pitch)
-                copy_rows(target, pitches[0], source, pitches[1], width, height, stream)
+    def _describe_segment(self, segment: Segment, place: Place) -> None:
+        """Let the batch be a segment in a place."""
+        self._point(segment.rows, 0, len(segment.parts), segment.num_tiles)
+        move = self._batch.move
+        move.base_address, move.first_plane, move.num_planes = place.address, segment.first_plane, segment.num_planes
 
-    def _next_copy_stream(self) -> int:
-        stream = self._copies[self._turn]
-        self._turn = (self._turn + 1) % COPY_STREAMS
-        return stream
-
-    def _homes(
-        self, segment: Segment, planes: PlaneTable, tile_tokens: int, words: array[int]
-    ) -> tuple[int | None, int]:
-        """The table of where a segment's pieces are at home, and the vector width there; (None, 0) if out of reach."""
-        mapped = [self._device.mapped(piece.home.address) for piece in segment.pieces]
+    def _keep(self, call: Call, segment: Segment, place: Place) -> None:
+        """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""
+        device, kernels = self._device, self._kernels
+        mapped = [device.mapped(part[0]) for part in segment.parts]
         if None in mapped:
-            return None, 0
+            self._copy(segment, place, kernels, to_home=False)
+            return
         addresses = [address or 0 for address in mapped]
-        strides = [stride for piece in segment.pieces for stride in piece.home[1:4]]
-        table = len(words)
-        home_words(segment, addresses, tile_tokens, words)
-        return table, math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, *addresses, *strides)
+        rows = home_rows(segment, addresses, call.tile_tokens)
+        self._homes.chunks[: len(rows)] = rows
+        strides = [stride for part in segment.parts for stride in part[1]]
+        width = math.gcd(WIDEST_VECTOR_BYTES, call.planes.granule_bytes, *addresses, *strides)
+        device.launch(f"keep_{width}", kernels, self._keep_arguments, STAGED_BLOCKS)
 
-    def _ring_of(self, num_bytes: int) -> Ring:
-        """The ring; a new one when another size is asked for, after the last user of the old one."""
+    def _copy(self, segment: Segment, place: Place, stream: int, to_home: bool) -> None:
+        """The bytes of a segment, between their homes and its place."""
+        device, place_address = self._device, place.address
+        for home, packed, width, height, home_pitch, packed_pitch, seams in segment.copies:
+            near = place_address + packed
+            target, source = (home, near) if to_home else (near, home)
+            if height == 1:
+                device.copy(target, source, width, stream, seams)
+            else:
+                pitches = (home_pitch, packed_pitch) if to_home else (packed_pitch, home_pitch)
+                device.copy_rows(target, pitches[0], source, pitches[1], width, height, stream)
+
+    def _ring_of(self, least_bytes: int) -> Ring:
+        """The ring, its places of at least so many bytes; a new one when another size is asked for, after the last user
+        of the old one."""
+        place_bytes = max(staging_bytes() // PLACES // ALIGN_BYTES, -(-least_bytes // ALIGN_BYTES)) * ALIGN_BYTES
         ring = self._ring
-        if ring is None or ring.memory.num_bytes != num_bytes:
+        if ring is None or ring.place_bytes != place_bytes:
             for transfer in self._under_way:
                 transfer.finish()
-            ring = self._ring = Ring(self._device.device_memory(num_bytes))
+            memory = self._device.device_memory(PLACES * place_bytes)
+            ring = self._ring = Ring(memory, PLACES, place_bytes)
         return ring
 
 
-def segment_bytes(staging: int, token_bytes: int, kv_size: int, call_bytes: int) -> int:
+def segment_bytes(place_bytes: int, call_bytes: int) -> int:
     """How much to move at a stretch: small enough to overlap within a call, large enough to keep the link full."""
-    small = token_bytes <= SMALL_ROW_BYTES or kv_size == 1
-    most = min(SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES, staging // SEGMENTS_PER_CALL)
-    return max(1, min(most, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL))))
+    return min(place_bytes, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL)))
 
 
-def lanes_per_row(vectors: int) -> int:
-    """Neighbouring threads that share a row: as many as there is work for, with at most one in five idle."""
-    lanes = 32
-    while lanes > 1 and vectors < 0.8 * lanes * -(-vectors // lanes):
-        lanes //= 2
-    return lanes
-
-
-def _tile_tokens(planes: PlaneTable) -> int:
-    return max(1, min(64, TILE_BYTES // (planes.piece_bytes * planes.pieces_per_token)))
-
-
-def _table_words(plan: TransferPlan, planes: PlaneTable, first_layer: int) -> array[int]:
-    """The flag, then the planes of the plan's layers; tables of chunks follow."""
-    words = array("q", (NO_BAD_TOKEN, 0))
-    words_per_layer = plan.cache.kv_size * WORDS_PER_PLANE
-    words.extend(planes.words[first_layer * words_per_layer : (first_layer + len(plan.planes)) * words_per_layer])
-    return words
-
-
-def _described(
-    plan: TransferPlan, planes: PlaneTable, uploaded: Uploaded, tile_tokens: int, width: int
-) -> ctypes.Structure:
-    """The struct Move of a call, but for its chunks."""
-    block_size = plan.cache.block_size
-    return Move(
-        planes=uploaded.block.device.address + FLAG_WORDS * WORD_BYTES,
-        ids=uploaded.slots_address,
-        bad_token=uploaded.block.device.address,
-        num_layers=len(plan.planes),
-        kv_size=plan.cache.kv_size,
-        num_ids=plan.cache.num_slots,
-        tokens_per_id=1,
-        block_size=block_size,
-        block_shift=block_size.bit_length() - 1 if block_size.bit_count() == 1 else -1,
-        pieces_per_token=planes.pieces_per_token,
-        piece_bytes=planes.piece_bytes,
-        tile_tokens=tile_tokens,
-        lanes_per_row=lanes_per_row(planes.piece_bytes // width),
-    )
-
-
-def _point(call: Call, issue: Issue) -> None:
-    """Let the struct of a call describe a segment."""
-    call.move.chunks = call.uploaded.block.device.address + issue.table * WORD_BYTES
-    call.move.num_chunks, call.move.num_tiles = len(issue.segment.pieces), issue.num_tiles
+def tile_tokens_of(planes: PlaneTable) -> int:
+    """Tokens of a tile: TILE_BYTES of rows, and no more of them than a thread block keeps in mind."""
+    return max(1, min(TILE_BYTES // planes.token_bytes, TILE_ROWS // planes.pieces_per_token))
 
 
 @lru_cache(maxsize=1)

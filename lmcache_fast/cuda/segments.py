@@ -1,80 +1,81 @@
-"""Cuts chunks in host memory into segments of staging memory, and says which copies bring a piece there or back.
+"""Cuts chunks in host memory into segments of staging memory, and says which copies bring a segment there or back.
 
 Whole numbers only: addresses, strides, bytes. No stream, no device and no layout is known here.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from lmcache_ref.plan import TransferPlan
+from ..descriptors import CHUNKS_IN_BATCH
 
 ALIGN_BYTES = 256  # of a piece in its segment
+LONGEST_PITCH_BYTES = (1 << 31) - 1  # of a copy in rows
 
-
-class Home(NamedTuple):
-    """The moved part of one chunk, `[TWO, NL, num_tokens, row]`, where its owner has it."""
-
-    address: int
-    kv_stride: int
-    layer_stride: int
-    token_stride: int
-    first_token: int
-    num_tokens: int
+Part = tuple[int, tuple[int, int, int], int, int]  # as `moved_parts` yields them
 
 
 class Copy(NamedTuple):
-    """`height` runs of `width` bytes, each side with its own distance from one to the next."""
+    """`height` runs of `width` bytes, each side with its own distance from one to the next. seams: where in a single run one
+    chunk ends and the next one begins."""
 
-    home_offset: int
-    packed_offset: int
+    home: int
+    packed: int
     width: int
     height: int
     home_pitch: int
     packed_pitch: int
+    seams: tuple[int, ...] = ()
 
 
 class Packing(NamedTuple):
-    """Strides of a piece without gaps, its axes in the order they have at home, and the copies in between."""
+    """Strides of a piece without gaps, its axes in the order they have at home; the copies in between, from the starts of
+    both. plane_bytes: of one plane where planes lie at home one after the other, in the order kv, layer, no gaps; else 0."""
 
-    kv_stride: int
-    layer_stride: int
-    token_stride: int
+    strides: tuple[int, int, int]
     num_bytes: int
+    plane_bytes: int
     copies: tuple[Copy, ...]
 
 
-class Piece(NamedTuple):
-    """Some tokens of a chunk, packed at `offset` of their segment."""
+class Segment:
+    """Parts of chunks that share one launch and one place in the ring, in some of the planes (numbered kv * NL + layer).
 
-    home: Home
-    packing: Packing
-    offset: int
+    parts: where they are at home. rows: one struct Chunk a part, packed, addresses from the segment's start; num_tiles: of
+    all. copies: between home (addresses) and the segment (from its start).
+    """
 
+    __slots__ = ("copies", "first_plane", "num_bytes", "num_planes", "num_tiles", "parts", "rows")
 
-class Segment(NamedTuple):
-    """Pieces that share one launch and one place in the ring."""
+    def __init__(self, first_plane: int, num_planes: int):
+        self.first_plane, self.num_planes = first_plane, num_planes
+        self.parts: list[Part] = []
+        self.rows: list[int] = []
+        self.copies: list[Copy] = []
+        self.num_bytes = self.num_tiles = 0
 
-    pieces: list[Piece]
-    num_bytes: int
+    @property
+    def end(self) -> int:
+        """Where the next part begins."""
+        return -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
-
-def homes_of(plan: TransferPlan) -> list[Home]:
-    """The plan's chunks, each from its first token after the skipped prefix on; those without such a token are left out."""
-    homes = []
-    for span in plan.spans:
-        chunk = span.chunk
-        width = chunk.element_size()
-        _, _, num_tokens, _, _ = chunk.shape
-        kv_stride, layer_stride, token_stride, _, _ = chunk.stride()
-        skipped = max(0, plan.skip_prefix_n_tokens - span.start)
-        if skipped < num_tokens:
-            strides = kv_stride * width, layer_stride * width, token_stride * width
-            address = chunk.data_ptr() + skipped * strides[2]
-            homes.append(Home(address, *strides, span.start + skipped, num_tokens - skipped))
-    return homes
+    def add(self, part: Part, packed: Packing, tile_tokens: int) -> None:
+        """Put a part behind the others. Parts that lie side by side on both sides are one copy, those of equal distance one
+        copy in rows."""
+        address, _, first_token, num_tokens = part
+        offset = self.end
+        self.parts.append(part)
+        self.rows += (offset, *packed.strides, first_token, num_tokens, self.num_tiles)
+        self.num_tiles += -(-num_tokens // tile_tokens)
+        self.num_bytes = offset + packed.num_bytes
+        copies = self.copies
+        for home, near, width, height, home_pitch, packed_pitch, _ in packed.copies:
+            home, near = home + address, near + offset
+            if height == 1 and copies and joined(copies, home, near, width):
+                continue
+            copies.append(Copy(home, near, width, height, home_pitch, packed_pitch))
 
 
 @lru_cache(maxsize=4096)
@@ -86,9 +87,11 @@ def packing(
     strides = [0, 0, 0]
     runs: list[tuple[int, int, int]] = []  # (count, stride at home, packed stride), innermost first
     width = packed = row_bytes
+    order = []
     for stride, count, axis in sorted(axes):
         if count == 1:
             continue
+        order.append(axis)
         if not runs and stride == width:
             width *= count
         elif runs and stride == runs[-1][0] * runs[-1][1]:
@@ -102,49 +105,86 @@ def packing(
         offsets = [(h + i * stride, p + i * packed_stride) for i in range(count) for h, p in offsets]
     height, home_pitch, packed_pitch = runs[0] if runs else (1, width, width)
     copies = tuple(Copy(h, p, width, height, home_pitch, packed_pitch) for h, p in offsets)
-    return Packing(strides[0], strides[1], strides[2], packed, copies)
+    gapless = not runs and order == sorted(order, reverse=True)
+    plane_bytes = num_tokens * row_bytes if gapless else 0
+    return Packing((strides[0], strides[1], strides[2]), packed, plane_bytes, copies)
 
 
-def cut(homes: list[Home], two: int, num_layers: int, row_bytes: int, segment_bytes: int) -> list[Segment]:
-    """Segments of at most `segment_bytes`. A chunk stays whole where it fits; else it is cut between tokens, evenly."""
-    segments: list[Segment] = []
-    pieces: list[Piece] = []
-    filled = 0
-    most_tokens = max(1, segment_bytes // (two * num_layers * row_bytes))
-    for home in homes:
-        parts = -(-home.num_tokens // most_tokens)
-        step = -(-home.num_tokens // parts)
-        for row in range(0, home.num_tokens, step):
-            tokens = min(step, home.num_tokens - row)
-            part = home
-            if parts > 1:
-                address = home.address + row * home.token_stride
-                part = home._replace(address=address, first_token=home.first_token + row, num_tokens=tokens)
-            packed = packing(two, num_layers, tokens, row_bytes, home.kv_stride, home.layer_stride, home.token_stride)
-            if pieces and filled + packed.num_bytes > segment_bytes:
-                segments.append(Segment(pieces, filled))
-                pieces, filled = [], 0
-            pieces.append(Piece(part, packed, filled))
-            filled += -(-packed.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-    if pieces:
-        segments.append(Segment(pieces, filled))
-    return segments
+def cut(
+    parts: Iterable[Part], two: int, num_layers: int, row_bytes: int, segment_bytes: int, tile_tokens: int
+) -> Iterator[Segment]:
+    """Segments of at most `segment_bytes`, as they are asked for. A chunk stays whole where it fits; else it is cut evenly,
+    between planes where these are runs of memory, or between tokens; one token in all planes always fits."""
+    num_planes = two * num_layers
+    segment = Segment(0, num_planes)
+    for part in parts:
+        packed = packing(two, num_layers, part[3], row_bytes, *part[1])
+        full = segment.end + packed.num_bytes > segment_bytes or len(segment.parts) == CHUNKS_IN_BATCH
+        if full and segment.parts:
+            yield segment
+            segment = Segment(0, num_planes)
+        if packed.num_bytes <= segment_bytes:
+            segment.add(part, packed, tile_tokens)
+        elif 0 < packed.plane_bytes <= segment_bytes:
+            yield from _between_planes(part, packed, num_planes, segment_bytes, tile_tokens)
+        else:
+            for piece in _between_tokens(part, segment_bytes // (num_planes * row_bytes)):
+                segment.add(piece, packing(two, num_layers, piece[3], row_bytes, *piece[1]), tile_tokens)
+                yield segment
+                segment = Segment(0, num_planes)
+    if segment.parts:
+        yield segment
 
 
-def staged_words(segment: Segment, address: int, tile_tokens: int, words: array[int]) -> int:
-    """Append one struct Chunk a piece, where the pieces are packed from `address` on; returns their number of tiles."""
+def _between_planes(
+    part: Part, packed: Packing, num_planes: int, segment_bytes: int, tile_tokens: int
+) -> Iterator[Segment]:
+    address, _, first_token, num_tokens = part
+    step = _even(num_planes, segment_bytes // packed.plane_bytes)
+    for first in range(0, num_planes, step):
+        segment = Segment(first, min(step, num_planes - first))
+        before, segment.num_bytes = first * packed.plane_bytes, segment.num_planes * packed.plane_bytes
+        segment.parts = [part]
+        segment.rows = [-before, *packed.strides, first_token, num_tokens, 0]  # where plane 0 would be
+        segment.num_tiles = -(-num_tokens // tile_tokens)
+        segment.copies = [Copy(address + before, 0, segment.num_bytes, 1, 0, 0)]
+        yield segment
+
+
+def _between_tokens(part: Part, most_tokens: int) -> Iterator[Part]:
+    address, strides, first_token, num_tokens = part
+    step = _even(num_tokens, most_tokens)
+    for row in range(0, num_tokens, step):
+        yield address + row * strides[2], strides, first_token + row, min(step, num_tokens - row)
+
+
+def _even(total: int, most: int) -> int:
+    """The size of parts, none larger than `most` (or 1), that are as few and as even as can be."""
+    parts = -(-total // max(1, most))
+    return -(-total // parts)
+
+
+def joined(copies: list[Copy], home: int, near: int, width: int) -> bool:
+    """Whether the last of the copies can move one more run of bytes; then it does."""
+    last = copies[-1]
+    if last.height == 1 and (home, near) == (last.home + last.width, last.packed + last.width):
+        copies[-1] = last._replace(width=last.width + width, seams=(*last.seams, last.width))
+        return True
+    if last.width != width:
+        return False
+    home_pitch, packed_pitch = (home - last.home, near - last.packed) if last.height == 1 else last[4:6]
+    follows = (home, near) == (last.home + last.height * home_pitch, last.packed + last.height * packed_pitch)
+    if not follows or not width <= home_pitch <= LONGEST_PITCH_BYTES:
+        return False
+    copies[-1] = Copy(last.home, last.packed, width, last.height + 1, home_pitch, packed_pitch)
+    return True
+
+
+def home_rows(segment: Segment, addresses: list[int], tile_tokens: int) -> list[int]:
+    """One struct Chunk a part, where it is at home; `addresses` are what the device calls these places."""
+    rows: list[int] = []
     first_tile = 0
-    for home, packed, offset in segment.pieces:
-        words.extend((address + offset, packed.kv_stride, packed.layer_stride, packed.token_stride))
-        words.extend((home.first_token, home.num_tokens, first_tile))
-        first_tile += -(-home.num_tokens // tile_tokens)
-    return first_tile
-
-
-def home_words(segment: Segment, addresses: list[int], tile_tokens: int, words: array[int]) -> None:
-    """Append one struct Chunk a piece, where it is at home; `addresses` are what the device calls these places."""
-    first_tile = 0
-    for (home, _, _), address in zip(segment.pieces, addresses, strict=True):
-        words.extend((address, home.kv_stride, home.layer_stride, home.token_stride))
-        words.extend((home.first_token, home.num_tokens, first_tile))
-        first_tile += -(-home.num_tokens // tile_tokens)
+    for (_, strides, first_token, num_tokens), address in zip(segment.parts, addresses, strict=True):
+        rows += (address, *strides, first_token, num_tokens, first_tile)
+        first_tile += -(-num_tokens // tile_tokens)
+    return rows

@@ -12,15 +12,15 @@ import ctypes
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from emulated import library
 
-from lmcache_fast.cuda.device import Memory
-from lmcache_fast.descriptors import WORDS_PER_CHUNK, WORDS_PER_PLANE, Move
+from lmcache_fast.cuda.device import Arguments, Memory
+from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK, WORDS_PER_PLANE, Batch, Homes
 
 WORD = 8
 Spans = list[tuple[int, int]]  # [begin, end) addresses
@@ -129,7 +129,8 @@ class SimulatedDevice:
             self._step()
         self._learn(event)
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+    def copy(self, target: int, source: int, num_bytes: int, stream: int, seams: Sequence[int] = ()) -> None:
+        assert all(0 < seam < num_bytes for seam in seams)
         self.copy_rows(target, num_bytes, source, num_bytes, num_bytes, 1, stream)
 
     def copy_rows(
@@ -148,14 +149,13 @@ class SimulatedDevice:
 
         self._enqueue(stream, "copy", run, (merged(reads), merged(writes)))
 
-    def launch(
-        self, kernel: str, stream: int, argument: ctypes.Structure, num_blocks: int, homes: int | None = None
-    ) -> None:
+    def launch(self, kernel: str, stream: int, arguments: Arguments, num_blocks: int) -> None:
         assert num_blocks > 0
-        move = Move.from_buffer_copy(argument)
+        batch, *homes = (type(structure).from_buffer_copy(structure) for structure in arguments.structures)
         name, width = kernel.split("_")
+        assert len(homes) == (name == "keep")
         self.launches.append(kernel)
-        self._enqueue(stream, kernel, lambda: self._move(name, int(width), move, homes))
+        self._enqueue(stream, kernel, lambda: self._move(name, int(width), batch, *homes))
 
     def device_memory(self, num_bytes: int) -> Memory:
         return self.register(torch.full((num_bytes + 512,), 0xA5, dtype=torch.uint8), 512)
@@ -289,22 +289,22 @@ class SimulatedDevice:
         self._require(address, address + count * WORD)
         return list((ctypes.c_int64 * count).from_address(address))
 
-    def _move(self, name: str, width: int, move: Any, homes: int | None) -> tuple[Spans, Spans]:
-        """Which bytes a kernel of csrc will touch, row by row, said once more; then its own text is run, thread by thread."""
-        num_planes, num_chunks = move.num_layers * move.kv_size, move.num_chunks
-        tables = [
-            (move.planes, move.planes + num_planes * WORDS_PER_PLANE * WORD),
-            (move.chunks, move.chunks + num_chunks * WORDS_PER_CHUNK * WORD),
-        ]
-        if homes is not None:
-            tables.append((homes, homes + num_chunks * WORDS_PER_CHUNK * WORD))
-        running = self._running
+    def _move(self, name: str, width: int, batch: Batch, homes: Homes | None = None) -> tuple[Spans, Spans]:
+        """Which bytes a kernel of csrc will touch, row by row, said once more; then its own text is run, block by block."""
+        move, running = batch.move, self._running
+        num_planes = move.num_layers * move.kv_size
+        tables = [(move.planes, move.planes + num_planes * WORDS_PER_PLANE * WORD)]
+        if move.chunks:
+            tables.append((move.chunks, move.chunks + move.num_chunks * WORDS_PER_CHUNK * WORD))
         self._check(Touched(running.number, running.label, tables, []), running.before, keep=False)
         planes = self._words(move.planes, num_planes * WORDS_PER_PLANE)
+        assert move.chunks or move.num_chunks <= CHUNKS_IN_BATCH
+        num_words = move.num_chunks * WORDS_PER_CHUNK
+        chunks = self._words(move.chunks, num_words) if move.chunks else batch.chunks[:num_words]
         reads, writes = list(tables), []
-        for i in range(num_chunks):
-            chunk = self._words(move.chunks + i * WORDS_PER_CHUNK * WORD, WORDS_PER_CHUNK)
-            home = self._words((homes or move.chunks) + i * WORDS_PER_CHUNK * WORD, WORDS_PER_CHUNK)
+        for first_word in range(0, num_words, WORDS_PER_CHUNK):
+            chunk = chunks[first_word : first_word + WORDS_PER_CHUNK]
+            home = homes.chunks[first_word : first_word + WORDS_PER_CHUNK] if homes else chunk
             first, num_tokens = chunk[4:6]
             ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
             self._check(Touched(running.number, running.label, [ids], []), running.before, keep=False)
@@ -314,10 +314,11 @@ class SimulatedDevice:
                     writes.append((move.bad_token, move.bad_token + WORD))
                 if (0 <= slot < move.num_ids) == (name == "keep"):
                     continue
-                for plane in range(num_planes):
-                    layer, kv = divmod(plane, move.kv_size)
+                for number in range(move.first_plane, move.first_plane + move.num_planes):
+                    kv, layer = divmod(number, move.num_layers)
                     at = [c[0] + kv * c[1] + layer * c[2] + token * c[3] for c in (chunk, home)]
-                    base = planes[plane * WORDS_PER_PLANE : (plane + 1) * WORDS_PER_PLANE]
+                    at[0] += move.base_address
+                    base = planes[(layer * move.kv_size + kv) * WORDS_PER_PLANE :][:WORDS_PER_PLANE]
                     for piece in range(move.pieces_per_token):
                         block, offset = divmod(slot, move.block_size)
                         page = base[0] + block * base[1] + offset * base[2] + piece * base[3]
@@ -329,18 +330,19 @@ class SimulatedDevice:
                             self._require(address, address + move.piece_bytes)
                         reads.append((source, source + move.piece_bytes))
                         writes.append((target, target + move.piece_bytes))
-        run_kernel(name, width, move, homes)
+        run_kernel(name, width, batch, homes)
         return reads, writes
 
 
-def run_kernel(name: str, width: int, move: Any, homes: int | None) -> None:
+def run_kernel(name: str, width: int, batch: Batch, homes: Homes | None) -> None:
     """gather, scatter or keep, with few threads."""
-    argument, width_log2, blocks, threads = ctypes.byref(move), width.bit_length() - 1, 2, 32
-    if name == "keep":
-        library().launch_keep(argument, homes, width_log2, blocks, threads)
+    counts = (ctypes.c_int64 * 3)()
+    launch = width.bit_length() - 1, 2, 32, ctypes.addressof(counts)
+    if homes is not None:
+        library().launch_keep(ctypes.byref(batch), ctypes.byref(homes), *launch)
     else:
-        counts = (ctypes.c_int64 * 2)()
-        library().launch_move(argument, int(name == "scatter"), width_log2, blocks, threads, ctypes.addressof(counts))
+        library().launch_move(ctypes.byref(batch), int(name == "scatter"), *launch)
+    assert counts[0] == counts[2] == 0, "vectors that are not aligned, or barriers that not all threads reach"
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

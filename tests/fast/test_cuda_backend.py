@@ -15,8 +15,6 @@ from rotations import KEY_DTYPES, ROTARY_DIMS, STRIDES, compare, compare_every_v
 
 from helpers import assert_same, untouched
 from lmcache_fast.cuda import compile as cuda_compile
-from lmcache_fast.cuda import pipeline
-from lmcache_fast.cuda.segments import Home, cut, packing
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes
 from lmcache_ref import rope as spec
 from lmcache_ref.backends import explain_backends, get_backend
@@ -65,34 +63,6 @@ def test_staging_bytes_must_be_a_number(monkeypatch):
     monkeypatch.setenv(STAGING_BYTES, "128M")
     with pytest.raises(BackendError, match="LMCACHE_FAST_STAGING_BYTES='128M'; allowed: a number of bytes"):
         staging_bytes()
-
-
-def test_a_piece_is_as_few_copies_as_can_be():
-    """Whole contiguous chunks are one run; a part of one is one copy of rows; token-major parts are one run."""
-    row = 64
-    assert packing(2, 4, 16, row, 4 * 16 * row, 16 * row, row).copies == ((0, 0, 2 * 4 * 16 * row, 1, *[8192] * 2),)
-    assert packing(2, 4, 5, row, 4 * 16 * row, 16 * row, row).copies == ((0, 0, 5 * row, 8, 16 * row, 5 * row),)
-    assert packing(2, 1, 5, row, row, 0, 2 * row).copies == ((0, 0, 10 * row, 1, *[10 * row] * 2),)
-    padded = packing(2, 4, 5, row, 9999, 20 * row, row + 8)
-    assert len(padded.copies) == 8 and {copy.height for copy in padded.copies} == {5}
-    assert padded.num_bytes == 2 * 4 * 5 * row
-
-
-def test_segments_hold_whole_chunks_or_even_parts():
-    homes = [Home(1000 * i, 0, 0, 16, 10 * i, 10) for i in range(5)]
-    assert [len(s.pieces) for s in cut(homes, 1, 1, 16, 512)] == [2, 2, 1]
-    parts = [[p.home.num_tokens for p in s.pieces] for s in cut(homes[:1], 1, 1, 16, 70)]
-    assert parts == [[4], [4], [2]]
-
-
-def test_lanes_and_segment_sizes():
-    assert [pipeline.lanes_per_row(v) for v in (128, 72, 16, 8, 5, 1, 32, 33)] == [32, 16, 16, 8, 2, 1, 32, 8]
-    MiB = 1 << 20
-    assert pipeline.segment_bytes(128 * MiB, 2048, 2, 1 << 30) == 32 * MiB
-    assert pipeline.segment_bytes(128 * MiB, 256, 2, 1 << 30) == 16 * MiB
-    assert pipeline.segment_bytes(128 * MiB, 1152, 1, 1 << 30) == 16 * MiB
-    assert pipeline.segment_bytes(128 * MiB, 2048, 2, MiB) == 4 * MiB
-    assert pipeline.segment_bytes(0, 2048, 2, MiB) == 1
 
 
 # ------------------------------------------------------------------------------------------------ every layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 
@@ -46,6 +47,14 @@ def test_table_rows_are_those_of_the_header():
         "num_tokens",
         "first_tile",
     ]
+
+
+def test_the_batch_is_that_of_the_header():
+    text = (source_folder() / "batch.h").read_text()
+    assert f"kChunksInBatch = {descriptors.CHUNKS_IN_BATCH} " in text
+    words = len(Move._fields_) + descriptors.CHUNKS_IN_BATCH * descriptors.WORDS_PER_CHUNK
+    assert ctypes.sizeof(descriptors.Batch) == 8 * words
+    assert 8 * (words + descriptors.CHUNKS_IN_BATCH * descriptors.WORDS_PER_CHUNK) <= 4096  # of keep, with its homes
 
 
 def test_chunk_rows():

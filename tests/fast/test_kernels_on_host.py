@@ -1,4 +1,4 @@
-"""The text of csrc/*.cu against the specification, without a GPU: every vector width, lane count, tile and grid.
+"""The text of csrc/*.cu against the specification, without a GPU: every vector width, tile and grid.
 
 What only a GPU can show (streams, speed) is in `test_cuda_backend.py`; that compilers take the text for each architecture
 is in `test_architectures.py`.
@@ -34,7 +34,7 @@ def bytes_to_move(case: Case) -> int:
 def compare_move(case: Case, direction: str, launch: Launch) -> None:
     worlds = [World(case, gathers=direction == "gather") for _ in range(2)]
     outcome = launch.move(worlds[0].plan(), direction)
-    assert outcome == Outcome(0, bytes_to_move(case), NO_BAD_TOKEN)
+    assert outcome == Outcome(0, bytes_to_move(case), 0, NO_BAD_TOKEN)
     getattr(REFERENCE, direction)(worlds[1].plan())
     assert_same_worlds(*worlds, f"{direction} {launch} {case}")
 
@@ -52,15 +52,30 @@ def test_any_strides_at_the_widest_vector(geometry, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("lanes_per_row", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("width_bytes", [1, 2, 4, 8, 16])
-def test_every_width_and_lane_count(width_bytes, lanes_per_row, direction):
+def test_every_width_tile_and_grid(width_bytes, inline, direction):
     """Heads together and apart; rows of a few vectors and of many; tiles and grids that do not divide the work."""
-    for geometry, (tile_tokens, blocks, threads) in itertools.product(
-        ("nhd", "hnd"), ((1, 1, 32), (3, 2, 64), (256, 5, 256))
+    for geometry, NH, (tile_tokens, blocks, threads, planes_per_unit) in itertools.product(
+        ("nhd", "hnd", "unlike_layers"), (3, 80), ((1, 1, 32, 4), (3, 2, 64, 1), (4, 31, 96, 3), (256, 5, 256, 2))
     ):
-        case = Case(Sizes(2, 2, 7, 4, 3, 32), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], REQUEST)
-        compare_move(case, direction, Launch(width_bytes, lanes_per_row, tile_tokens, blocks, threads))
+        case = Case(Sizes(2, 2, 7, 4, NH, 32), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], REQUEST)
+        launch = Launch(width_bytes, tile_tokens, blocks, threads, inline=inline, planes_per_unit=planes_per_unit)
+        compare_move(case, direction, launch)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("geometry", ["nhd", "hnd", "unlike_layers"])
+def test_a_range_of_planes_leaves_the_others(geometry, direction):
+    """Ranges that together are all planes move all, whatever the order; each moves its own part only."""
+    case = Case(Sizes(3, 2, 7, 4, 2, 8), torch.bfloat16, GEOMETRIES[geometry], FORMATS["KV_2LTD"], REQUEST)
+    worlds = [World(case, gathers=direction == "gather") for _ in range(2)]
+    plan, stored = worlds[0].plan(), []
+    for planes in ((4, 6), (0, 1), (1, 4)):
+        stored.append(Launch(planes=planes, blocks=2).move(plan, direction).stored_bytes)
+    assert [6 * part for part in stored] == [count * bytes_to_move(case) for count in (2, 1, 3)]
+    getattr(REFERENCE, direction)(worlds[1].plan())
+    assert_same_worlds(*worlds, f"{direction} {case}")
 
 
 def test_a_vector_too_wide_is_noticed():
@@ -103,10 +118,10 @@ def test_slots_out_of_range_are_skipped_and_the_first_is_named(slot, direction):
         )
         for skips in (False, True)
     )
-    for lanes_per_row in (1, 4):
+    for tile_tokens in (1, 4):
         world, expected = World(bad, direction == "gather"), World(good, direction == "gather")
-        outcome = Launch(lanes_per_row=lanes_per_row).move(world.plan(), direction)
-        assert outcome == Outcome(0, bytes_to_move(good), 4)
+        outcome = Launch(tile_tokens=tile_tokens).move(world.plan(), direction)
+        assert outcome == Outcome(0, bytes_to_move(good), 0, 4)
         getattr(REFERENCE, direction)(expected.plan())
         assert_same_worlds(world, expected, f"slot {slot}")
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import VERBS, Race, SimulatedDevice
 
-from lmcache_fast.cuda import holdings, pipeline, segments
+from lmcache_fast.cuda import holdings, pipeline
 from lmcache_fast.cuda.backend import Engine
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
@@ -405,43 +405,3 @@ def test_descriptor_blocks_and_transfers_do_not_pile_up():
     lane = world.engine.lanes["gather"]
     assert len(lane._under_way) == 1
     assert len(lane._blocks._free) == 1
-
-
-def test_who_takes_part_of_a_place_leaves_the_rest_to_its_user():
-    """Two streams come for the two ends of one place: each has to wait for whoever had it."""
-    waits = []
-
-    class Device:
-        def wait(self, stream, event):
-            waits.append((stream, event))
-
-    ring = holdings.Ring(holdings.Memory(0, 1000, None))
-    ring.release(0, 600, stream=1, event="first")
-    ring.release(600, 400, stream=1, event="second")
-    ring.claim(Device(), 2, 200, 500)  # the end of one, the start of the other: the newer event of the stream is enough
-    assert waits == [(2, "second")]
-    ring.claim(Device(), 3, 0, 200)
-    ring.claim(Device(), 4, 700, 300)
-    assert waits[1:] == [(3, "first"), (4, "second")]
-    ring.claim(Device(), 5, 0, 1000)
-    assert len(waits) == 3
-
-
-@pytest.mark.parametrize("chunks_that_fit", [1.5, 1.75, 2.25])
-def test_places_of_uneven_size_are_used_in_order(chunks_that_fit, monkeypatch):
-    """Ragged chunks, so that places overlap in part, and two copy streams that fill them."""
-    monkeypatch.setenv(STAGING_BYTES, str(int(chunks_that_fit * CHUNK_BYTES)))
-    monkeypatch.setattr(segments, "ALIGN_BYTES", 16)  # else every place of so small a world is as large
-    for seed in range(30):
-        world = World(SimulatedDevice(seed))
-        lengths = torch.randint(1, CHUNK + 1, (6,), generator=torch.Generator().manual_seed(seed)).tolist()
-        chunks = [chunk[:, :, :length] for chunk, length in zip(world.pools[0], lengths, strict=True)]
-        expected = world.memory.clone()
-        view = PagedKVCache(tuple(tuple(expected[layer, kv] for kv in range(2)) for layer in range(NL)))
-        for turn in range(2):  # the second call begins wherever the first ended
-            slots = SLOTS.roll(turn)
-            transfer = world.load(TransferPlan.build(world.cache, slots, chunks, fmt=MemoryFormat.KV_2LTD))
-            transfer.wait()
-            reference_scatter(TransferPlan.build(view, slots, chunks, fmt=MemoryFormat.KV_2LTD))
-        transfer.synchronize()
-        same(world.device.host_reads(world.memory), expected, f"seed {seed}, {lengths}")
