@@ -48,11 +48,22 @@ else:
     Connector = Annotated[str, typer.Option("--connector", help="Who carries the cache; all: each in turn.")]
     OneBackend = Annotated[str | None, typer.Option("--backend", "-b", help="Backend; by default LMCACHE_BACKEND.")]
     Seed = Annotated[int, typer.Option("--seed", help="Of weights, prompt and slots.")]
-    Upstream = Annotated[
-        str | None, typer.Option("--upstream", help="Folder with upstream's lmcache, to compare with.")
+    Peer = Annotated[
+        str | None,
+        typer.Option(
+            "--peer", "--upstream", help="Folder of an unpacked lmcache wheel, to compare with.", metavar="FOLDER"
+        ),
     ]
     Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Model shape; may be repeated.")]
-    Quick = Annotated[bool, typer.Option("--quick", help="Few sizes, few repetitions.")]
+    Orders = Annotated[list[str] | None, typer.Option("--order", help="Memory order; may be repeated.")]
+    BlockSizes = Annotated[list[int] | None, typer.Option("--block-size", help="Tokens a block; may be repeated.")]
+    Tokens = Annotated[list[int] | None, typer.Option("--tokens", help="Tokens to move; may be repeated.")]
+    Figures = Annotated[list[str] | None, typer.Option("--figure", help="What to measure; may be repeated.")]
+    Repeats = Annotated[int | None, typer.Option("--repeats", help="Runs that a median is of.")]
+    SlotsOn = Annotated[str, typer.Option("--slots", help="Where the slot mapping lives: cpu or device.")]
+    Quick = Annotated[bool, typer.Option("--quick", help="Few tokens, few repeats.")]
+    NoMatmul = Annotated[bool, typer.Option("--no-matmul", help="Without the matmul loop beside transfers.")]
+    PlotFile = Annotated[str | None, typer.Option("--plot", help="Also draw the rates: a file .svg or .png.")]
 
 
 def main() -> None:
@@ -250,26 +261,58 @@ def _demo_document(result: Any) -> dict[str, Any]:
 
 def bench(
     backend: Backends = None,
-    upstream: Upstream = None,
+    peer: Peer = None,
     quick: Quick = False,
     device: Device = "cpu",
     shape: Shapes = None,
+    order: Orders = None,
+    block_size: BlockSizes = None,
+    tokens: Tokens = None,
+    figure: Figures = None,
+    repeats: Repeats = None,
+    slots_on: SlotsOn = "cpu",
+    no_matmul: NoMatmul = False,
+    plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the backends beside a plain copy, and upstream's own code beside them with --upstream.
+    """Time the backends: bits checked first, every rate beside a ceiling of the same process, beside LMCache with --peer.
 
-    Exit codes: 0 measured; 1 somebody moves wrong bits; 2 an unknown name, or a backend that cannot run here.
+    On a GPU: store, load, both at once, gather and scatter in its memory, layer by layer, beside matmuls, host time. On a
+    CPU: gather and scatter, layer by layer, host time.
+
+    Exit codes: 0 measured; 1 a figure failed or a backend moves wrong bits; 2 an unknown name, or what cannot run here.
     """
-    from .bench import run_bench
+    from . import bench as package
+    from .bench.plot import check_plot, write_plot
 
     _check_device(device)
-    backends = _usable_backends(backend, device)
+    if plot:
+        check_plot(plot)
+    backends = _usable_backends(backend, device) if backend or requested_backend() != AUTO else None
+    options = package.Options(
+        device, backends, shape, order, block_size, tokens, figure, repeats, peer, slots_on
+    ).shortened(quick, no_matmul)
     with _progress("bench", None) as advance:
-        found = run_bench(backends, upstream, quick, advance, device=device, shapes=shape)
-    rows = list(map(dataclasses.asdict, found))
+        report = package.run_bench(options, advance)
+    if plot:
+        write_plot(report, plot)
     if as_json:
-        return _print_json(rows)
-    _screen().print(_table("bench", rows))
+        _print_json({"ok": report.ok, **dataclasses.asdict(report)})
+    else:
+        _show_bench(report)
+    raise typer.Exit(OK if report.ok else FAILED)
+
+
+def _show_bench(report: Any) -> None:
+    from .bench.report import failures, heading, tables
+
+    screen = _screen()
+    for line in heading(report):
+        screen.print(Text(line))
+    for table in tables(report):
+        screen.print(_table(f"\n{table.title}", [dict(zip(table.columns, row, strict=True)) for row in table.rows]))
+    for line in failures(report):
+        screen.print(Text.assemble(("FAILED ", "bold red"), line))
 
 
 def doctor(as_json: AsJson = False) -> None:

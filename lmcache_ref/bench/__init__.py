@@ -1,5 +1,5 @@
-"""Speed, measured: shapes of real models, medians of interleaved runs, bits checked first."""
+"""Speed, measured: shapes of real models, bits checked first, medians beside ceilings and beside the peer."""
 
-from .run import BenchRow, run_bench
+from .run import Options, Report, Row, run_bench
 
-__all__ = ["BenchRow", "run_bench"]
+__all__ = ["Options", "Report", "Row", "run_bench"]

@@ -1,170 +1,249 @@
-"""`lmcache-ref bench`: every backend on every shape, beside a contiguous copy of the same bytes and beside upstream.
+"""The matrix: every shape, memory order, block size and number of tokens, each with every mover, as rows of one report.
 
-Bits are compared before anything is timed; all runners of a row are timed in turn in one process. On a CPU the chunks
-are plain host memory; on a device they are on the device too, so that what is timed is gather and scatter.
+What is measured in one cell is `figures.py`; how a report is shown `report.py` and `plot.py`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import dataclasses
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..backends import explain_backends, use_backend
-from ..errors import ArgumentError, ContractViolation
-from ..memory import MemoryFormat
-from ..transfer import Transfer, gather, scatter
-from .measure import PeakMemory, interleaved_medians, synchronize
-from .peers import load_fallback, upstream_move
-from .shapes import CHUNK_TOKENS, SHAPES, Shape, make_cache
+from ..backends import explain_backends, get_backend, requested_backend
+from ..errors import ArgumentError
+from ..memory import HostMemoryAllocator, MemoryAllocator, PinMemoryAllocator
+from .figures import COPY, GROUPS, ON_HOST, Matmuls, Reading, Scene
+from .measure import HostClock, ceilings, clock_of
+from .movers import BackendMover, Mover
+from .peers import PEER, load_peer, peer_mover
+from .settings import Case, Setting
+from .shapes import CHUNK_TOKENS, LAYOUTS_BY_ORDER, NO_ORDER, SHAPES
 
-UPSTREAM = "upstream"
-COPY = "copy_"
+ENVIRONMENT_PREFIX = "LMCACHE_"
+HOST_CEILING_BYTES = 256 << 20
+NEED_CEILINGS = frozenset(("store", "load", "both", "chunk"))
 
 
 @dataclass(frozen=True)
-class BenchRow:
-    """One runner on one shape. Rates are 10^9 bytes of the cache moved a second; extra is the peak of what it allocates."""
+class Options:
+    """What to measure; None is the default for the device.
+
+    backends: names; by default what would run on a GPU, all that can run on a CPU. peer: folder of an unpacked lmcache
+    wheel. figures: names of `figures.GROUPS`. slots_on: "cpu" or "device", where the slot mapping lives.
+    """
+
+    device: str = "cpu"
+    backends: Sequence[str] | None = None
+    shapes: Sequence[str] | None = None
+    orders: Sequence[str] | None = None
+    block_sizes: Sequence[int] | None = None
+    tokens: Sequence[int] | None = None
+    figures: Sequence[str] | None = None
+    repeats: int | None = None
+    peer: str | Path | None = None
+    slots_on: str = "cpu"
+
+    def shortened(self, quick: bool, no_matmul: bool) -> Options:
+        """With fewer tokens and repeats where none were given, or without the matmuls."""
+        options = self
+        if quick:
+            options = dataclasses.replace(options, tokens=self.tokens or (1024,), repeats=self.repeats or 3)
+        if no_matmul:
+            figures = [name for name in options.completed().figures or () if name != "matmul"]
+            options = dataclasses.replace(options, figures=figures)
+        return options
+
+    def completed(self) -> Options:
+        """With all defaults filled in; ArgumentError for a name or number that cannot be."""
+        on_host = torch.device(self.device).type == "cpu"
+        full = dataclasses.replace(
+            self,
+            backends=self.backends or _default_backends(self.device),
+            shapes=self.shapes or tuple(SHAPES),
+            orders=self.orders or tuple(LAYOUTS_BY_ORDER),
+            block_sizes=self.block_sizes or (16,),
+            tokens=self.tokens or ((4096,) if on_host else (8192,)),
+            figures=self.figures or (ON_HOST if on_host else tuple(GROUPS)),
+            repeats=(5 if on_host else 7) if self.repeats is None else self.repeats,
+        )
+        _check_names("shapes", full.shapes, SHAPES)
+        _check_names("orders", full.orders, LAYOUTS_BY_ORDER)
+        _check_names("figures", full.figures, GROUPS)
+        _check_names("slots_on", [self.slots_on], ("cpu", "device"))
+        repeats = () if self.repeats is None else (self.repeats,)
+        for name, numbers in (("block_sizes", full.block_sizes), ("tokens", full.tokens), ("repeats", repeats)):
+            if any(number < 1 for number in numbers or ()):
+                raise ArgumentError(f"{name}: {numbers}; allowed: numbers from 1 on")
+        return full
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one runner in one cell. ratio_to_peer: how many times the peer's speed. See `figures.Reading`."""
 
     shape: str
     order: str
     block_size: int
     tokens: int
-    operation: str
+    figure: str
     runner: str
-    gb_per_second: float
-    percent_of_copy: float
-    ratio_to_upstream: float | None
-    extra_mib: float
+    unit: str
+    value: float | None = None
+    seconds: float | None = None
+    percent_of_ceiling: float | None = None
+    ratio_to_peer: float | None = None
+    error: str | None = None
 
 
-def run_bench(
-    backends: Sequence[str] | None = None,
-    upstream: str | Path | None = None,
-    quick: bool = False,
-    on_progress: Callable[[str], None] = lambda _: None,
-    *,
-    device: str = "cpu",
-    shapes: Sequence[str] | None = None,
-    tokens: int = 4096,
-    block_size: int = 16,
-    repeats: int = 5,
-) -> list[BenchRow]:
-    """Measure; one row for each shape, memory order, operation and runner.
+@dataclass(frozen=True)
+class Report:
+    """environment: what ran where. ceilings: GB/s of plain copies in this process; on a CPU the runner `copy_` is the one."""
 
-    backends: names (default: all that can run on `device`). upstream: folder with upstream's lmcache, timed on the
-    layouts it has. quick: 1024 tokens, three repeats. Raises ContractViolation when a runner moves wrong bits,
-    BackendError or ArgumentError for an unknown name.
+    environment: dict[str, Any]
+    ceilings: dict[str, float]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every figure of every backend could be measured; the peer's faults are its own."""
+        return not any(row.error for row in self.rows if row.runner != PEER)
+
+
+def run_bench(options: Options, on_progress: Callable[[str], None] = lambda _: None) -> Report:
+    """Measure. What fails, wrong bits included, is a row with an error, and the rest goes on.
+
+    on_progress: called with the name of each cell. Raises BackendError or ArgumentError for what cannot be begun.
     """
-    if quick:
-        tokens, repeats = min(tokens, 1024), 3
-    unknown = set(shapes or ()) - set(SHAPES)
-    if unknown:
-        raise ArgumentError(f"shapes: {', '.join(sorted(unknown))} unknown; known: {', '.join(SHAPES)}")
-    where = torch.device(device)
-    names = list(backends or [backend.name for backend, why in explain_backends(where) if why is None])
-    module = load_fallback(upstream) if upstream else None
-    rows: list[BenchRow] = []
-    for name in shapes or SHAPES:
+    options = options.completed()
+    device = torch.device(options.device)
+    cases = list(_cases(options))
+    figures = options.figures or ()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        clock = clock_of(device)
+        movers = [BackendMover(name, device) for name in options.backends or ()]
+        peer = load_peer(options.peer, device) if options.peer else None
+        host = _host_memory(device, cases)
+        try:
+            repeats = options.repeats or 1
+            needed = clock.asynchronous or NEED_CEILINGS & set(figures)
+            top = ceilings(clock, host.require_pool(), repeats) if needed else {}
+            matmuls = Matmuls(clock, *((64, 4) if device.type == "cpu" else ())) if "matmul" in figures else None
+            report = Report(_environment(options, clock, movers, matmuls), top)
+            held_bytes: dict[str, int] = {}
+            for case in cases:
+                on_progress(str(case))
+                try:
+                    with _setting(case, device, host, options.slots_on, clock) as setting:
+                        also = peer_mover(peer, setting, clock) if peer else None
+                        everyone = [*movers, *([also] if also else [])]
+                        scene = Scene(setting, everyone, clock, top, repeats, matmuls, held_bytes)
+                        report.rows.extend(_rows(case, _read(scene, figures)))
+                except Exception as error:  # no memory, say; the next cell may be smaller
+                    failed = [Reading("setting", m.name, "", error=f"{type(error).__name__}: {error}") for m in movers]
+                    report.rows.extend(_rows(case, failed))
+            return report
+        finally:
+            host.close()
+
+
+def _cases(options: Options) -> Iterator[Case]:
+    for name in options.shapes or ():
         shape = SHAPES[name]
-        for order in ["-"] if shape.kv == 1 else ["NHD", "HND", "fused"]:
-            on_progress(f"{name} {order}")
-            rows += _measure(shape, order, names, module, where, tokens, block_size, repeats)
-    return rows
+        for order in [NO_ORDER] if shape.kv == 1 else options.orders or ():
+            for block_size in options.block_sizes or ():
+                for tokens in options.tokens or ():
+                    yield Case(shape, order, block_size, tokens)
 
 
-def _measure(
-    shape: Shape,
-    order: str,
-    backends: Sequence[str],
-    upstream: object | None,
-    device: torch.device,
-    tokens: int,
-    block_size: int,
-    repeats: int,
-) -> list[BenchRow]:
-    """All runners on one cache."""
-    num_blocks = -(-tokens // block_size) * 5 // 4
-    cache, tensors = make_cache(shape, order, num_blocks, block_size, device, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    blocks = torch.randperm(num_blocks, generator=generator)[: -(-tokens // block_size)]
-    slots = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:tokens]
-    fmt = MemoryFormat.KV_MLA_FMT if shape.kv == 1 else MemoryFormat.KV_2LTD
-    sizes = [min(CHUNK_TOKENS, tokens - start) for start in range(0, tokens, CHUNK_TOKENS)]
-    chunks = [_chunk(shape, size, device) for size in sizes]
+def _read(scene: Scene, figures: Sequence[str]) -> list[Reading]:
+    """All readings; a group that ends with an exception is one more, with an error for each backend."""
+    readings: list[Reading] = []
+    for name, measure in GROUPS.items():
+        if name not in figures:
+            continue
+        try:
+            readings.extend(measure(scene))
+        except Exception as error:  # the other figures go on
+            failed = f"{type(error).__name__}: {error}"
+            readings.extend(Reading(name, mover.name, "", error=failed) for mover in scene.backends)
+    return readings
 
-    def call(move: Callable[..., Transfer]) -> None:
-        move(cache, slots, chunks, fmt=fmt).synchronize()
 
-    movers = {name: _ours(name, call) for name in backends}
-    peer = upstream_move(upstream, cache, tensors, slots, chunks) if upstream else None
-    if peer is not None:
-        movers[UPSTREAM] = peer
-    _check_bits(_ours("reference", call), movers, chunks, tensors)
-
-    nbytes = shape.bytes_per_token * tokens
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
+def _rows(case: Case, readings: Sequence[Reading]) -> list[Row]:
+    """With the cell's name and, where the peer has the same figure, how many times its speed."""
+    peer = {reading.figure: reading.seconds for reading in readings if reading.runner == PEER and reading.seconds}
     rows = []
-    for operation in ("gather", "scatter"):
-        runs: dict[str, Callable[[], object]] = {COPY: functools.partial(target.copy_, source)}
-        runs.update({name: functools.partial(move, operation) for name, move in movers.items()})
-        seconds = interleaved_medians(runs, device, repeats)
-        for name in runs:
-            with PeakMemory() as memory:
-                runs[name]()
-            extra = memory.peak_bytes / 2**20
-            ratio = seconds[UPSTREAM] / seconds[name] if UPSTREAM in seconds else None
-            rows.append(
-                BenchRow(
-                    shape.name, order, block_size, tokens, operation, name, nbytes / seconds[name] / 1e9,
-                    100 * seconds[COPY] / seconds[name], ratio, extra,
-                )
-            )  # fmt: skip
+    for reading in readings:
+        seconds, of_peer = reading.seconds, peer.get(reading.figure)
+        ratio = of_peer / seconds if of_peer and seconds and reading.runner not in (PEER, COPY) else None
+        cell = (case.shape.name, case.order, case.block_size, case.tokens)
+        rows.append(Row(*cell, ratio_to_peer=ratio, **dataclasses.asdict(reading)))
     return rows
 
 
-def _ours(name: str, call: Callable[[Callable[..., Transfer]], object]) -> Callable[[str], None]:
-    def move(operation: str) -> None:
-        with use_backend(name):
-            call(gather if operation == "gather" else scatter)
-
-    return move
-
-
-def _chunk(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape.kv, shape.NL, tokens, shape.NH * shape.HS, dtype=shape.dtype, device=device)
-
-
-def _check_bits(
-    reference: Callable[[str], None],
-    movers: dict[str, Callable[[str], None]],
-    chunks: list[torch.Tensor],
-    tensors: list[torch.Tensor],
-) -> None:
-    """Every runner gathers the bits the reference gathers, and scatters them into wiped pages to where they were."""
-    original = [_bytes(tensor).clone() for tensor in tensors]
-    expected = expected_pages = None
-    for name, move in [("reference", reference), *movers.items()]:
-        for chunk in chunks:
-            _bytes(chunk).fill_(0xA5)
-        move("gather")
-        got = [_bytes(chunk).clone() for chunk in chunks]
-        for tensor in tensors:
-            _bytes(tensor).fill_(0x5A)
-        move("scatter")
-        synchronize(chunks[0].device)
-        pages = [_bytes(tensor).clone() for tensor in tensors]
-        for tensor, before in zip(tensors, original, strict=True):
-            _bytes(tensor).copy_(before)
-        expected, expected_pages = expected or got, expected_pages or pages
-        for operation, ours, theirs in (("gather", got, expected), ("scatter", pages, expected_pages)):
-            if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
-                raise ContractViolation(f"bench: {operation} of {name} moves other bits than the reference")
+@contextlib.contextmanager
+def _setting(
+    case: Case, device: torch.device, host: MemoryAllocator, slots_on: str, clock: HostClock
+) -> Iterator[Setting]:
+    setting = Setting(case, device, host, "cpu" if slots_on == "cpu" else str(device), far=clock.asynchronous)
+    try:
+        yield setting
+    finally:
+        clock.synchronize()
+        setting.close()
+        clock.release()
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
+def _host_memory(device: torch.device, cases: Sequence[Case]) -> MemoryAllocator:
+    """One pool for all cases, pinned beside a GPU; on a CPU pages that are not used are not taken."""
+    least = HOST_CEILING_BYTES if device.type == "cpu" else 2 << 30
+    size = max([least, *(case.host_bytes for case in cases)])
+    return HostMemoryAllocator(size) if device.type == "cpu" else PinMemoryAllocator(size)
+
+
+def _default_backends(device: str) -> list[str]:
+    """On a CPU all that can run; elsewhere, where the reference takes minutes, the one that a call would take."""
+    if torch.device(device).type == "cpu":
+        return [backend.name for backend, why in explain_backends(device) if why is None]
+    return [get_backend(device=device).name]
+
+
+def _check_names(option: str, given: Sequence[str] | None, known: Any) -> None:
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        raise ArgumentError(f"{option}: {', '.join(unknown)} unknown; known: {', '.join(known)}")
+
+
+def _environment(
+    options: Options, clock: HostClock, movers: Sequence[Mover], matmuls: Matmuls | None
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "device": clock.describe(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "backends": [mover.name for mover in movers],
+        "requested_backend": requested_backend(),
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)},
+        "slots_on": "cpu" if options.slots_on == "cpu" else torch.device(options.device).type,
+        "chunk_tokens": CHUNK_TOKENS,
+        "repeats": options.repeats,
+        "peer": _peer_version(options.peer) if options.peer else None,
+    }
+    if matmuls is not None:
+        facts["matmuls"] = f"{matmuls.count} bf16 {matmuls.size}^3, alone {1e3 * matmuls.alone_seconds:.1f} ms"
+    return facts
+
+
+def _peer_version(folder: str | Path) -> str:
+    """`lmcache 0.4.5`, from the wheel's own metadata where that lies beside it."""
+    for place in (Path(folder), Path(folder).parent):
+        for found in sorted(place.glob("lmcache-*.dist-info")):
+            return found.name.removesuffix(".dist-info").replace("-", " ")
+    return "lmcache of unknown version"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,13 +47,19 @@ LAYOUTS_BY_ORDER = {
     "fused": "NL_X_NB_NH_BS_TWO_HS",
 }
 MLA_LAYOUT = "NL_X_NB_BS_HS"
+NO_ORDER = "-"  # of MLA, which has one plane and one head
+
+
+def layout_hints(shape: Shape, order: str, block_size: int) -> dict[str, Any]:
+    """What says, beyond doubt, how the tensors of `make_cache` are to be read."""
+    row = MLA_LAYOUT if shape.kv == 1 else LAYOUTS_BY_ORDER[order]
+    return {"layout": row, "num_kv_heads": shape.NH, "tokens_per_block": block_size, "head_dim": shape.HS}
 
 
 def make_cache(
     shape: Shape, order: str, num_blocks: int, block_size: int, device: torch.device, seed: int
 ) -> tuple[PagedKVCache, list[torch.Tensor]]:
     """A cache of random bytes in the given memory order, and the engine's tensors behind it (one a layer)."""
-    row = MLA_LAYOUT if shape.kv == 1 else LAYOUTS_BY_ORDER[order]
     sizes = {
         "NHD": (2, num_blocks, block_size, shape.NH, shape.HS),
         "HND": (2, num_blocks, shape.NH, block_size, shape.HS),
@@ -66,5 +73,4 @@ def make_cache(
         for _ in range(shape.NL)
     ]
     tensors = [tensor.view(shape.dtype) for tensor in tensors]
-    hints = {"layout": row, "num_kv_heads": shape.NH, "tokens_per_block": block_size, "head_dim": shape.HS}
-    return PagedKVCache.from_engine(tensors, EngineType.VLLM, hints), tensors
+    return PagedKVCache.from_engine(tensors, EngineType.VLLM, layout_hints(shape, order, block_size)), tensors

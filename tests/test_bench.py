@@ -1,0 +1,498 @@
+"""The benchmark: every figure in every cell, bits checked before anything is timed, faults as rows, the peer beside.
+
+Shapes are tiny, and what is measured of them means nothing. The figures of a GPU run here too, by a clock that says of
+the host that it is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import itertools
+import json
+import math
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from lmcache_ref import Transfer, c_ops, register_backend
+from lmcache_ref.backends import get_backend, unregister_backend
+from lmcache_ref.bench import Options, Report, Row, measure, run, run_bench
+from lmcache_ref.bench.__main__ import main
+from lmcache_ref.bench.figures import GROUPS, ON_HOST
+from lmcache_ref.bench.measure import HostClock, ceilings, interleaved
+from lmcache_ref.bench.peers import load_compiled, load_fallback
+from lmcache_ref.bench.plot import check_plot, write_plot
+from lmcache_ref.bench.report import as_text, tables
+from lmcache_ref.bench.shapes import SHAPES, Shape
+from lmcache_ref.errors import ArgumentError, BackendError
+
+TINY = [
+    Shape("tiny", 2, 2, 2, 8, torch.bfloat16),
+    Shape("tiny-fp8", 2, 2, 2, 8, torch.float8_e4m3fn),
+    Shape("tiny-mla", 3, 1, 1, 24, torch.bfloat16),
+]
+RATES = ["store", "load", "both", "gather", "scatter"]
+HOST_TIMES = ["host store", "host store call", "host load", "host load call", "host plan"]
+LAYERWISE = [f"layerwise {way}{what}" for way in ("store", "load") for what in ("", " / whole", " host")]
+DEVICE_FIGURES = {
+    *RATES,
+    *HOST_TIMES,
+    *LAYERWISE,
+    *(f"{what} {way}" for what in ("matmul beside", "one chunk") for way in ("store", "load")),
+    "staging",
+}
+OF_PEER = {*RATES, "matmul beside store", "matmul beside load", "host store", "host load"}
+OF_PEER |= {"one chunk store", "one chunk load"}
+EVERYTHING = Options(
+    backends=["reference"], shapes=[shape.name for shape in TINY], tokens=[300], repeats=1, figures=tuple(GROUPS)
+)
+SMALL = dataclasses.replace(EVERYTHING, shapes=["tiny"], orders=["NHD"], figures=None)
+
+
+class AsynchronousHost(HostClock):
+    """Has everything measured that is measured on a GPU."""
+
+    asynchronous = True
+
+
+@pytest.fixture(autouse=True)
+def tiny_shapes(monkeypatch):
+    for shape in TINY:
+        monkeypatch.setitem(SHAPES, shape.name, shape)
+    monkeypatch.setattr(run, "HOST_CEILING_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    monkeypatch.setattr(run, "clock_of", AsynchronousHost)
+
+
+@pytest.fixture
+def backend():
+    """Registers backends that are forgotten when the test ends."""
+    names = []
+
+    def register(name, **operations):
+        real = get_backend("reference")
+        whole = {"gather": real.gather, "scatter": real.scatter, "rerotate": real.rerotate}
+        register_backend(name, lambda: SimpleNamespace(**(whole | operations)))
+        names.append(name)
+
+    yield register
+    for name in names:
+        unregister_backend(name)
+
+
+def figures_of(report: Report, runner: str) -> dict[tuple[str, str], set[str]]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for row in report.rows:
+        if row.runner == runner:
+            found.setdefault((row.shape, row.order), set()).add(row.figure)
+    return found
+
+
+def is_sound(row: Row) -> bool:
+    """A number behind which there is time; "over the copy" may be less than nothing."""
+    if row.error is not None or row.value is None or not math.isfinite(row.value):
+        return False
+    if row.figure == "staging":
+        return row.value >= 0
+    return bool(row.seconds and row.seconds > 0) and (row.value > 0 or row.unit == "us over copy")
+
+
+CELLS = {
+    *itertools.product(("tiny", "tiny-fp8"), ("NHD", "HND", "fused")),
+    ("tiny-mla", "-"),
+}
+
+# The matrix
+
+
+def test_on_a_cpu_every_cell_has_every_figure():
+    report = run_bench(dataclasses.replace(EVERYTHING, figures=None, tokens=[300, 7], block_sizes=[4, 16]))
+    expected = {"gather", "scatter", "staging", *HOST_TIMES, *(name for name in LAYERWISE if "host" not in name)}
+    assert figures_of(report, "reference") == dict.fromkeys(CELLS, expected)
+    assert figures_of(report, "copy_") == {key: {"gather", "scatter"} for key in CELLS}
+    assert {(row.block_size, row.tokens) for row in report.rows} == {(4, 300), (4, 7), (16, 300), (16, 7)}
+    assert len(report.rows) == 4 * len(CELLS) * (len(expected) + 2)
+    assert all(map(is_sound, report.rows))
+    assert all(row.percent_of_ceiling == 100 for row in report.rows if row.runner == "copy_")
+    assert all(row.percent_of_ceiling for row in report.rows if row.figure in ("gather", "scatter"))
+    assert report.ok and report.ceilings == {}
+
+
+def test_on_a_gpu_every_cell_has_every_figure(like_a_gpu):
+    cells = []
+    report = run_bench(EVERYTHING, cells.append)
+    assert figures_of(report, "reference") == dict.fromkeys(CELLS, DEVICE_FIGURES)
+    assert all(map(is_sound, report.rows))
+    assert len(report.rows) == len(CELLS) * len(DEVICE_FIGURES) and len(cells) == len(CELLS)
+    with_ceiling = {row.figure for row in report.rows if row.percent_of_ceiling}
+    assert with_ceiling == {*RATES, "layerwise store", "layerwise load"}
+    assert list(report.ceilings) == ["d2h", "h2d", "both", "device"]
+    assert "matmuls" in report.environment and report.environment["slots_on"] == "cpu"
+
+
+def test_rates_percents_and_times_belong_together(like_a_gpu):
+    rows = {row.figure: row for row in run_bench(dataclasses.replace(SMALL, figures=tuple(GROUPS))).rows}
+    report_bytes = 300 * TINY[0].bytes_per_token
+    for figure in RATES:
+        moved = report_bytes * (1 if figure in ("store", "load") else 2)
+        assert rows[figure].value == pytest.approx(moved / rows[figure].seconds / 1e9)
+    assert rows["layerwise store"].value == pytest.approx(1e3 * rows["layerwise store"].seconds)
+    assert rows["host store"].value == pytest.approx(1e6 * rows["host store"].seconds / 2)  # chunks of 256 and 44
+    top = run_bench(dataclasses.replace(SMALL, figures=("store",)))
+    percent = 100 * top.rows[0].value / top.ceilings["d2h"]
+    assert top.rows[0].percent_of_ceiling == pytest.approx(percent)
+
+
+def test_defaults_follow_the_device(monkeypatch):
+    on_cpu = Options().completed()
+    assert (on_cpu.tokens, on_cpu.block_sizes, on_cpu.figures, on_cpu.repeats) == ((4096,), (16,), ON_HOST, 5)
+    monkeypatch.setattr(run, "get_backend", lambda device: SimpleNamespace(name="chosen"))
+    on_gpu = Options("cuda").completed()
+    assert (on_gpu.tokens, on_gpu.figures, on_gpu.repeats) == ((8192,), tuple(GROUPS), 7)
+    assert on_gpu.backends == ["chosen"] and on_gpu.orders == on_cpu.orders == ("NHD", "HND", "fused")
+    short = Options("cuda").shortened(quick=True, no_matmul=True)
+    assert (short.tokens, short.repeats) == ((1024,), 3)
+    assert [*short.figures, "matmul"] == [name for name in GROUPS if name != "matmul"] + ["matmul"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shapes": ["nope"]}, "shapes: nope unknown; known: llama3-8b, "),
+        ({"orders": ["DHN"]}, "orders: DHN unknown; known: NHD, HND, fused"),
+        ({"figures": ["speed"]}, "figures: speed unknown; known: staging, store, "),
+        ({"slots_on": "disk"}, "slots_on: disk unknown; known: cpu, device"),
+        ({"tokens": [256, 0]}, r"tokens: \[256, 0\]; allowed: numbers from 1 on"),
+        ({"repeats": 0}, r"repeats: \(0,\); allowed: numbers from 1 on"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_asked_for(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        run_bench(dataclasses.replace(SMALL, **change))
+    with pytest.raises(BackendError, match="nope"):
+        run_bench(dataclasses.replace(SMALL, backends=["nope"]))
+
+
+# Faults
+
+
+def gather_then(change):
+    def gather(plan):
+        handle = get_backend("reference").gather(plan)
+        change(plan)
+        return handle
+
+    return gather
+
+
+def scatter_then(change):
+    def scatter(plan):
+        handle = get_backend("reference").scatter(plan)
+        change(plan)
+        return handle
+
+    return scatter
+
+
+def flip_in_the_last_chunk(plan):
+    plan.spans[-1].chunk.view(torch.uint8)[-1, -1, -1, -1, -1] ^= 1
+
+
+def flip_in_the_pages(plan):
+    block, offset = divmod(int(plan.slots[plan.spans[-1].end - 1]), plan.cache.block_size)
+    plan.planes[-1][-1].view(torch.uint8)[block, offset, -1, -1] ^= 1
+
+
+def write_elsewhere(plan):
+    free = set(range(plan.cache.num_slots)) - set(plan.slots.tolist())
+    block, offset = divmod(max(free), plan.cache.block_size)
+    plan.planes[0][0].view(torch.uint8)[block, offset, 0, 0] ^= 1
+
+
+FAULTS = {
+    "nothing gathered": ({"gather": lambda plan: Transfer()}, "gather", "store"),
+    "a bit gathered": ({"gather": gather_then(flip_in_the_last_chunk)}, "gather", "store"),
+    "nothing scattered": ({"scatter": lambda plan: Transfer()}, "scatter", "load"),
+    "a bit scattered": ({"scatter": scatter_then(flip_in_the_pages)}, "scatter", "load"),
+    "written elsewhere": ({"scatter": scatter_then(write_elsewhere)}, "scatter", "load"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_bits_are_not_timed_and_spare_the_rest(backend, like_a_gpu, fault):
+    operations, operation, way = FAULTS[fault]
+    backend("wrong", **operations)
+    options = dataclasses.replace(SMALL, backends=["wrong", "reference"], figures=tuple(GROUPS))
+    report = run_bench(options)
+    assert not report.ok
+    bad = {row.figure for row in report.rows if row.error}
+    assert all("ContractViolation: " in row.error and row.value is None for row in report.rows if row.error)
+    names = (f"layerwise {way}", f"matmul beside {way}", f"host {way}", f"host {way} call", f"one chunk {way}")
+    assert bad == {way, "both", operation, *names}
+    assert all(is_sound(row) for row in report.rows if row.runner == "reference")
+    assert f"{operation} of wrong moves other bits than the reference" in as_text(report)
+
+
+def test_one_failing_figure_does_not_lose_the_others(backend, like_a_gpu):
+    def one_chunk_is_too_few(plan):
+        if len(plan.spans) == 1:
+            raise RuntimeError("one chunk is too few")
+        return get_backend("reference").gather(plan)
+
+    backend("picky", gather=one_chunk_is_too_few)
+    options = dataclasses.replace(SMALL, backends=["picky"], figures=tuple(GROUPS))
+    report = run_bench(options)
+    errors = {row.figure: row.error for row in report.rows if row.error}
+    assert errors == {"one chunk store": "RuntimeError: one chunk is too few"}
+    assert {row.figure for row in report.rows} == DEVICE_FIGURES and not report.ok
+
+
+def test_a_figure_that_cannot_begin_is_an_error_of_each_backend(monkeypatch):
+    def no_memory(scene):
+        raise MemoryError("no memory")
+
+    monkeypatch.setitem(GROUPS, "layerwise", no_memory)
+    report = run_bench(SMALL)
+    assert [(row.runner, row.figure, row.error) for row in report.rows if row.error] == [
+        ("reference", "layerwise", "MemoryError: no memory")
+    ]
+    assert {"gather", "scatter", "host plan"} <= {row.figure for row in report.rows}
+
+
+def test_a_cell_that_cannot_be_set_up_does_not_lose_the_others(monkeypatch):
+    class NoRoom(run.Setting):
+        def __init__(self, case, *arguments, **options):
+            if case.order == "HND":
+                raise MemoryError("no memory")
+            super().__init__(case, *arguments, **options)
+
+    monkeypatch.setattr(run, "Setting", NoRoom)
+    report = run_bench(dataclasses.replace(SMALL, orders=["HND", "NHD"]))
+    assert [(row.order, row.figure) for row in report.rows if row.error] == [("HND", "setting")]
+    assert "gather" in figures_of(report, "reference")["tiny", "NHD"]
+    assert "tiny HND block 16 tokens 300, reference, setting: MemoryError: no memory" in as_text(report)
+
+
+# The peer
+
+
+def fallback_folder(tmp_path, body=""):
+    """An unpacked wheel whose pure-Python functions are our own doors."""
+    (tmp_path / "lmcache").mkdir()
+    (tmp_path / "lmcache-0.4.5.dist-info").mkdir()
+    text = (
+        "import numba, lmcache\nfrom lmcache_ref.c_ops import GPUKVFormat, TransferDirection, multi_layer_kv_transfer\n"
+    )
+    (tmp_path / "lmcache" / "non_cuda_equivalents.py").write_text(text + body)
+    return tmp_path
+
+
+def test_the_peer_of_a_cpu_is_its_fallback_on_the_layouts_that_it_has(tmp_path):
+    report = run_bench(dataclasses.replace(EVERYTHING, figures=None, peer=fallback_folder(tmp_path)))
+    expected = {"gather", "scatter", "staging", "host store", "host load"}
+    cells = {("tiny", "NHD"), ("tiny-fp8", "NHD"), ("tiny-mla", "-")}
+    assert figures_of(report, "peer") == dict.fromkeys(cells, expected)
+    assert report.ok and report.environment["peer"] == "lmcache 0.4.5"
+    compared = {row.figure for row in report.rows if row.ratio_to_peer}
+    assert compared == expected - {"staging"}
+    assert {(row.shape, row.order) for row in report.rows if row.ratio_to_peer} == cells
+
+
+def test_the_peer_of_a_gpu_is_called_by_addresses_and_compared_in_every_figure_that_both_have(like_a_gpu, monkeypatch):
+    calls = []
+
+    def recorded(chunk, addresses, slots, device, num_slots, direction, kv_format, **options):
+        calls.append((addresses.tolist(), slots.shape[0], options))
+        return c_ops.multi_layer_kv_transfer(
+            chunk, addresses, slots, device, num_slots, direction, kv_format, **options
+        )
+
+    formats = SimpleNamespace(**{f.name: f for f in c_ops.GPUKVFormat if f.value < 9})  # as many as 0.4.5 has
+    module = SimpleNamespace(
+        GPUKVFormat=formats, TransferDirection=c_ops.TransferDirection, multi_layer_kv_transfer=recorded
+    )
+    monkeypatch.setattr(run, "load_peer", lambda folder, device: module)
+    report = run_bench(dataclasses.replace(EVERYTHING, peer="folder"))
+    cells = {cell for cell in CELLS if cell[1] != "fused"}
+    assert figures_of(report, "peer") == {key: {*OF_PEER, "staging"} for key in cells}
+    assert report.ok and all(map(is_sound, report.rows))
+    assert {row.figure for row in report.rows if row.ratio_to_peer} == OF_PEER
+    for row in report.rows:
+        if row.ratio_to_peer:
+            beside = next(r for r in report.rows if r == dataclasses.replace(r, **cell_of(row)) and r.runner == "peer")
+            assert row.ratio_to_peer == beside.seconds / row.seconds
+    assert {tokens for _, tokens, _ in calls} == {256, 44}
+    assert {len(addresses) for addresses, _, _ in calls} == {2, 3}
+    assert all(options["skip_prefix_n_tokens"] == 0 and options["head_size"] in (8, 24) for *_, options in calls)
+
+
+def cell_of(row: Row) -> dict[str, object]:
+    return {name: getattr(row, name) for name in ("shape", "order", "block_size", "tokens", "figure")}
+
+
+def test_a_peer_that_moves_wrong_bits_is_said_and_not_timed(tmp_path):
+    body = "def multi_layer_kv_transfer(chunk, *rest): chunk.view(dtype=__import__('torch').uint8).zero_()\n"
+    report = run_bench(dataclasses.replace(SMALL, peer=fallback_folder(tmp_path, body)))
+    wrong = {row.figure: row.error for row in report.rows if row.runner == "peer" and row.error}
+    assert set(wrong) == {"gather", "scatter", "host store", "host load"}
+    assert set(wrong.values()) == {
+        f"ContractViolation: {operation} of peer moves other bits than the reference"
+        for operation in ("gather", "scatter")
+    }
+    assert report.ok, "the peer's faults are its own"
+    assert not any(row.ratio_to_peer for row in report.rows)
+
+
+def test_a_peer_that_is_not_there_or_does_not_fit(tmp_path):
+    with pytest.raises(ArgumentError, match=r"peer: no non_cuda_equivalents.py at .*; give the folder of an unpacked"):
+        load_fallback(tmp_path)
+    with pytest.raises(ArgumentError, match=r"peer: no c_ops\*.so at "):
+        load_compiled(tmp_path)
+    other = tmp_path / "c_ops.cpython-27-x86_64-linux-gnu.so"
+    other.write_bytes(b"")
+    with pytest.raises(ArgumentError, match=r"c_ops.cpython-27-x86_64-linux-gnu.so is not for Python 3"):
+        load_compiled(tmp_path)
+    other.rename(tmp_path / f"c_ops{importlib.machinery.EXTENSION_SUFFIXES[0]}")
+    with pytest.raises(ArgumentError, match="does not load beside torch"):
+        load_compiled(tmp_path)
+
+
+# Measuring
+
+
+def test_interleaved_medians_take_turns_and_leave_the_warm_up_out():
+    order = []
+    seconds = {"a": iter([99.0, 1.0, 2.0, 6.0]), "b": iter([0.0, 5.0, 4.0, 3.0])}
+
+    def once(run):
+        name = run()
+        order.append(name)
+        return next(seconds[name])
+
+    assert interleaved({"a": lambda: "a", "b": lambda: "b"}, once, 3) == {"a": 2.0, "b": 4.0}
+    assert order == ["a", "b"] * 4
+
+
+def test_a_run_that_raises_is_left_out():
+    calls = []
+
+    def bad():
+        calls.append("bad")
+        raise ValueError("bad")
+
+    taken = interleaved({"bad": bad, "good": lambda: None}, HostClock(torch.device("cpu")).whole, 2)
+    assert isinstance(taken["bad"], ValueError) and taken["good"] >= 0
+    assert calls == ["bad"]
+
+
+def test_ceilings_are_copies_of_the_pool_and_one_that_fails_is_not_hidden(monkeypatch):
+    clock = HostClock(torch.device("cpu"))
+    host = torch.ones(1 << 16, dtype=torch.uint8)
+    assert all(rate > 0 for rate in ceilings(clock, host, 1).values())
+    assert int(host.sum()) == 1 << 15, "the half that was copied to holds the device's zeros"
+    monkeypatch.setattr(measure, "interleaved", lambda *_: {"d2h": RuntimeError("no copy")})
+    with pytest.raises(RuntimeError, match="no copy"):
+        ceilings(clock, host, 1)
+
+
+# Shown
+
+
+def hand_made() -> Report:
+    facts = {"device": "Card", "torch": "2", "python": "3", "backends": ["cuda"], "requested_backend": "auto"}
+    facts |= {
+        "variables": {"LMCACHE_X": "1"},
+        "slots_on": "cpu",
+        "chunk_tokens": 256,
+        "repeats": 7,
+        "peer": "lmcache 1",
+    }
+    rows = [
+        Row("8b", "NHD", 16, 8192, "store", "cuda", "GB/s", 54.32, 0.1, 98.25, 1.05),
+        Row("8b", "NHD", 16, 8192, "load", "cuda", "GB/s", error="ValueError: what: it is"),
+        Row("8b", "NHD", 16, 8192, "store", "peer", "GB/s", 51.7, 0.1, 93.5),
+        Row("8b", "NHD", 16, 8192, "one chunk store", "cuda", "us over copy", 33.4, 0.1, None, 1.5),
+        Row("8b", "NHD", 16, 8192, "one chunk load", "cuda", "us over copy", 30.2, 0.1),
+        Row("8b", "NHD", 16, 8192, "staging", "cuda", "MiB", 256.0),
+    ]
+    return Report(facts, {"d2h": 55.25}, rows)
+
+
+def test_a_report_in_words():
+    report = hand_made()
+    shown = tables(report)
+    assert [table.title for table in shown] == [
+        "rates, block size 16, tokens 8192",
+        "layer by layer; beside matmuls; memory, block size 16, tokens 8192",
+        "host time, and one chunk, block size 16, tokens 8192",
+    ]
+    assert shown[0].columns == ["shape", "order", "runner", "store", "load"]
+    assert shown[0].rows == [
+        ["8b", "NHD", "cuda", "54.3 98.2% (1.05)", "ValueError"],
+        ["8b", "NHD", "peer", "51.7 93.5%", "-"],
+    ]
+    assert shown[1].columns[3:] == ["staging MiB"] and shown[1].rows == [["8b", "NHD", "cuda", "256.0"]]
+    assert shown[2].rows == [["8b", "NHD", "cuda", "33 (1.50) / 30"]]
+    text = as_text(report)
+    for part in ("Card", "peer lmcache 1", "LMCACHE_X=1; slots on cpu", "ceilings, GB/s: d2h 55.2"):
+        assert part in text
+    assert text.endswith("8b NHD block 16 tokens 8192, cuda, load: ValueError: what: it is")
+    more = dataclasses.replace(report, rows=[*report.rows, dataclasses.replace(report.rows[0], block_size=64)])
+    assert tables(more)[0].columns[:4] == ["shape", "order", "block size", "runner"]
+
+
+def test_run_as_a_module(backend, capsys):
+    arguments = ["--shape", "tiny", "--order", "NHD", "--tokens", "20", "--repeats", "1", "--figure", "gather"]
+    assert main([*arguments, "--backend", "reference"]) == 0
+    shown = capsys.readouterr()
+    assert "rates, block size 16, tokens 20" in shown.out and shown.err == "tiny NHD block 16 tokens 20\n"
+    backend("wrong", gather=lambda plan: Transfer())
+    assert main([*arguments, "--backend", "wrong", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False and {"environment", "ceilings", "rows"} < set(document)
+    assert main([*arguments, "--backend", "nope"]) == 2
+    assert capsys.readouterr().err.startswith("BackendError: unknown backend 'nope'")
+
+
+def test_a_picture_has_a_bar_for_each_rate(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_plot(hand_made(), tmp_path / "a.svg")
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    words = (tmp_path / "a.svg").read_text()  # each text is a comment beside its outlines
+    for part in ("98.2 %   54.3", "93.5 %   51.7", "store to host memory", "8b NHD", "peer, lmcache 1", "ceiling"):
+        assert f"<!-- {part}" in words
+    assert "load from host memory" not in words, "no rate, no panel"
+    write_plot(hand_made(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    small = ["--shape", "tiny", "--order", "NHD", "--tokens", "20", "--repeats", "1", "--backend", "reference"]
+    assert main([*small, "--figure", "gather", "--plot", str(tmp_path / "c.svg")]) == 0
+    assert "backend reference" in (tmp_path / "c.svg").read_text()
+    with pytest.raises(ArgumentError, match="no figure with a ceiling was measured"):
+        write_plot(dataclasses.replace(hand_made(), rows=hand_made().rows[3:]), tmp_path / "b.png")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    with pytest.raises(ArgumentError, match=r"a.pdf: allowed: a file that ends in .svg or .png"):
+        check_plot("a.pdf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["--plot", str(tmp_path / "a.svg"), "--backend", "nope"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == "ArgumentError: --plot needs matplotlib; install the extra: pip install 'lmcache-ref[notebooks]'\n"
+
+
+@pytest.mark.gpu
+def test_on_a_real_gpu():
+    options = dataclasses.replace(EVERYTHING, device="cuda", backends=None, slots_on="device", block_sizes=[16, 64])
+    report = run_bench(options)
+    assert not [row for row in report.rows if row.error]
+    [name] = report.environment["backends"]
+    assert figures_of(report, name) == dict.fromkeys(CELLS, DEVICE_FIGURES)
+    assert all(map(is_sound, report.rows))
+    assert report.environment["slots_on"] == "cuda"
