@@ -14,6 +14,9 @@
 #ifndef LMC_VECTORS_IN_FLIGHT
 #define LMC_VECTORS_IN_FLIGHT 4
 #endif
+#ifndef LMC_BLOCKS_RESIDENT
+#define LMC_BLOCKS_RESIDENT 6
+#endif
 #ifndef LMC_ROWS_KNOWN
 #define LMC_ROWS_KNOWN 256
 #endif
@@ -108,10 +111,10 @@ template <typename Vector, bool kScatter> __device__ __forceinline__ void move_b
 
 // gather_16, scatter_16, ...: the vector width in bytes, which must divide every address, stride and piece of the batch.
 #define LMC_KERNELS(width, Vector)                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, 4) gather_##width(const __grid_constant__ Batch batch) {   \
+    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) gather_##width(const __grid_constant__ Batch batch) {   \
         move_batch<Vector, false>(move_of(batch));                                                       \
     }                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256, 4) scatter_##width(const __grid_constant__ Batch batch) {  \
+    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) scatter_##width(const __grid_constant__ Batch batch) {  \
         move_batch<Vector, true>(move_of(batch));                                                        \
     }
 

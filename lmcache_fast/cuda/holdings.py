@@ -133,24 +133,26 @@ class CudaTransfer(Transfer):
             self._blocks.give_back(block)
 
 
-class Place:
-    """Staging memory for one segment. emptied: the event after which it may be filled again; None before the first use."""
+class Place(NamedTuple):
+    """Staging memory for one segment, and the stream on which all that concerns it runs."""
 
-    __slots__ = ("address", "emptied")
-
-    def __init__(self, address: int):
-        self.address = address
-        self.emptied: Any = None
+    address: int
+    stream: int
 
 
 class Ring:
-    """Staging memory as places of one size, used in turn."""
+    """Staging memory as places of one size, used in turn. A place has one stream, so who uses it next is behind who used it
+    last."""
 
-    def __init__(self, memory: Memory, num_places: int, place_bytes: int):
+    def __init__(self, memory: Memory, place_bytes: int, streams: Sequence[int]):
         self.memory, self.place_bytes = memory, place_bytes
-        self._places = deque(Place(memory.address + i * place_bytes) for i in range(num_places))
+        self._places = deque(Place(memory.address + i * place_bytes, stream) for i, stream in enumerate(streams))
 
     def next(self) -> Place:
-        """The place that was used longest ago. Who takes it waits for `emptied` and says when that happens again."""
+        """The place that was used longest ago."""
         self._places.rotate(-1)
         return self._places[-1]
+
+    def next_stream(self) -> int:
+        """The stream of the place that comes next."""
+        return self._places[0].stream

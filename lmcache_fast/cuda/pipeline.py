@@ -3,7 +3,8 @@
 Everything about streams, events and staging is here and in `holdings.py`, spoken in the verbs of `device.py`; nothing else
 decides an order.
 Host chunks go through a ring of staging memory: a store gathers a segment in one short launch, then the copy engines
-carry it off; a load is the reverse. Chunks on the device are moved by one launch on the current stream.
+carry it off; a load is the reverse. Each place of the ring has a stream of its own, so that nothing inside a call needs an
+event: while one place is copied, another one is gathered. Chunks on the device are moved by one launch on the current stream.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STAGED_BLOCKS = 66  # thread blocks of a staged launch: a short burst on half th
 ZERO_COPY_BLOCKS = 16
 BLOCKS_PER_MULTIPROCESSOR = 4  # of a launch on device memory only: as many as are resident
 PLANES_PER_UNIT = 4
-PLACES = 4  # that the ring is divided into
+PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
 LEAST_SEGMENT_BYTES = 4 << 20
 SEGMENTS_PER_CALL = 4  # at least, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
 TILE_BYTES, TILE_ROWS = (
@@ -56,14 +57,13 @@ logger = logging.getLogger(__name__)
 
 
 class Call(NamedTuple):
-    """What the segments of one call share. width: bytes of a vector. keeps: rows in staging must hold what they had.
-    num_blocks: of a launch."""
+    """What the segments of one call share. keeps: rows in staging must hold what they had."""
 
     plan: TransferPlan
     slots: Slots
     planes: PlaneTable
     uploaded: Uploaded
-    width: int
+    kernel: str
     tile_tokens: int
     keeps: bool
 
@@ -74,7 +74,7 @@ class Lane:
     def __init__(self, device: Any, operation: str, blocks: Blocks):
         self._device, self._operation, self._blocks = device, operation, blocks
         self._tables = PlaneTables()
-        self._kernels, self._copies = device.new_stream(urgent=True), device.new_stream()
+        self._streams = [device.new_stream(urgent=True) for _ in range(PLACES)]
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
         self._ring: Ring | None = None
@@ -152,11 +152,12 @@ class Lane:
         move.bad_token, move.planes_per_unit = uploaded.block.device.address, PLANES_PER_UNIT
         self._batch.move = move
         keeps = slots.may_skip and self._operation == "gather"
-        return Call(plan, slots, planes, uploaded, width, tile_tokens, keeps)
+        return Call(plan, slots, planes, uploaded, f"{self._operation}_{width}", tile_tokens, keeps)
 
     def _upload(self, plan: TransferPlan, slots: Slots, words: array[int], planes_end: int, stream: int) -> Uploaded:
-        """Bring tables to the device on `stream`, and slots: those of the host too, others on the current stream."""
-        device, values = self._device, plan.slots
+        """Bring tables to the device on `stream`, and slots: those of the host too, others on the current stream. `stream`
+        is then behind all that the current stream was given."""
+        device, values, current = self._device, plan.slots, self._device.current()
         num_bytes, slots_bytes = len(words) * WORD_BYTES, len(values) * WORD_BYTES
         block = self._blocks.take(num_bytes + slots_bytes)
         device.write(block.pinned.address, words.buffer_info()[0], num_bytes)
@@ -171,6 +172,8 @@ class Lane:
             values = values.contiguous()
             device.write(block.pinned.address + num_bytes, values.data_ptr(), slots_bytes)
             num_bytes += slots_bytes
+        if stream != current:
+            device.wait(stream, device.record(current))
         device.copy(base, block.pinned.address, num_bytes, stream)
         return Uploaded(block, base + FLAG_WORDS * WORD_BYTES, base + planes_end * WORD_BYTES, slots_address)
 
@@ -207,7 +210,7 @@ class Lane:
         self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
         units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
         most = (blocks_per_multiprocessor or 0) * device.num_multiprocessors or ZERO_COPY_BLOCKS
-        device.launch(f"{self._operation}_{width}", current, self._arguments, min(most, units))
+        device.launch(call.kernel, current, self._arguments, min(most, units))
         if slots.reports:
             self._fetch_flag(call, current)
         return self._begun(call, [device.record(current)])
@@ -232,53 +235,41 @@ class Lane:
         segments = cut(moved_parts(plan), kv_size, num_layers, planes.token_bytes, most, tile_tokens)
         if self._device.mapped(next(moved_parts(plan))[0]) is None:
             _say_that_memory_is_pageable()
-        first = self._kernels if self._operation == "gather" else self._copies
         width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes)
+        first = ring.next_stream()
         call = self._describe(plan, slots, planes, first_layer, width, [], first)
-        run = self._store if self._operation == "gather" else self._load
-        return self._begun(call, run(call, segments, ring))
+        return self._begun(call, self._run(call, segments, ring, self._device.record(first)))
 
-    def _store(self, call: Call, segments: Iterator[Segment], ring: Ring) -> list[Any]:
-        """Gather each segment on one stream, carry it off on another. Returns the events that end it."""
-        device, kernels, copies = self._device, self._kernels, self._copies
-        kernel = f"gather_{call.width}"
-        device.wait(kernels, device.record(device.current()))
+    def _run(self, call: Call, segments: Iterator[Segment], ring: Ring, ready: Any) -> list[Any]:
+        """Each segment on the stream of its place, behind `ready`. Returns the events that end the call."""
+        device = self._device
+        move = self._gather if self._operation == "gather" else self._scatter
+        streams: dict[int, None] = {}
         for segment in segments:
             place = ring.next()
-            if place.emptied is not None:
-                device.wait(kernels, place.emptied)
+            if place.stream not in streams:
+                streams[place.stream] = device.wait(place.stream, ready)
             self._describe_segment(segment, place)
-            if call.keeps:
-                self._keep(call, segment, place)
-            device.launch(kernel, kernels, self._arguments, STAGED_BLOCKS)
-            device.wait(copies, device.record(kernels))
-            self._copy(segment, place, copies, to_home=True)
-            place.emptied = device.record(copies)
+            move(call, segment, place)
         if not call.slots.reports:
-            return [place.emptied]
-        self._fetch_flag(call, kernels)
-        return [place.emptied, device.record(kernels)]
+            return [device.record(stream) for stream in streams]
+        last, *others = streams
+        for stream in others:
+            device.wait(last, device.record(stream))
+        self._fetch_flag(call, last)
+        return [device.record(last)]
 
-    def _load(self, call: Call, segments: Iterator[Segment], ring: Ring) -> list[Any]:
-        """Bring each segment on one stream, scatter it on another. Returns the event that ends it."""
-        device, kernels, copies = self._device, self._kernels, self._copies
-        kernel = f"scatter_{call.width}"
-        device.wait(
-            copies, device.record(device.current())
-        )  # chunks may be written there; pages, read there, are later
-        for segment in segments:
-            place = ring.next()
-            if place.emptied is not None:
-                device.wait(copies, place.emptied)
-            self._copy(segment, place, copies, to_home=False)
-            device.wait(kernels, device.record(copies))
-            self._describe_segment(segment, place)
-            device.launch(kernel, kernels, self._arguments, STAGED_BLOCKS)
-            place.emptied = device.record(kernels)
-        if not call.slots.reports:
-            return [place.emptied]
-        self._fetch_flag(call, kernels)
-        return [device.record(kernels)]
+    def _gather(self, call: Call, segment: Segment, place: Place) -> None:
+        """From the pages to a place, from there home."""
+        if call.keeps:
+            self._keep(call, segment, place)
+        self._device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
+        self._copy(segment, place, to_home=True)
+
+    def _scatter(self, call: Call, segment: Segment, place: Place) -> None:
+        """From home to a place, from there to the pages."""
+        self._copy(segment, place, to_home=False)
+        self._device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
 
     def _describe_segment(self, segment: Segment, place: Place) -> None:
         """Let the batch be a segment in a place."""
@@ -288,29 +279,29 @@ class Lane:
 
     def _keep(self, call: Call, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""
-        device, kernels = self._device, self._kernels
+        device = self._device
         mapped = [device.mapped(part[0]) for part in segment.parts]
         if None in mapped:
-            self._copy(segment, place, kernels, to_home=False)
+            self._copy(segment, place, to_home=False)
             return
         addresses = [address or 0 for address in mapped]
         rows = home_rows(segment, addresses, call.tile_tokens)
         self._homes.chunks[: len(rows)] = rows
         strides = [stride for part in segment.parts for stride in part[1]]
         width = math.gcd(WIDEST_VECTOR_BYTES, call.planes.granule_bytes, *addresses, *strides)
-        device.launch(f"keep_{width}", kernels, self._keep_arguments, STAGED_BLOCKS)
+        device.launch(f"keep_{width}", place.stream, self._keep_arguments, STAGED_BLOCKS)
 
-    def _copy(self, segment: Segment, place: Place, stream: int, to_home: bool) -> None:
+    def _copy(self, segment: Segment, place: Place, to_home: bool) -> None:
         """The bytes of a segment, between their homes and its place."""
-        device, place_address = self._device, place.address
-        for home, packed, width, height, home_pitch, packed_pitch, seams in segment.copies:
-            near = place_address + packed
+        device, (place_address, stream) = self._device, place
+        for copy in segment.copies:
+            home, near, width = copy.home, place_address + copy.packed, copy.width
             target, source = (home, near) if to_home else (near, home)
-            if height == 1:
-                device.copy(target, source, width, stream, seams)
+            if copy.height == 1:
+                device.copy(target, source, width, stream, copy.seams)
             else:
-                pitches = (home_pitch, packed_pitch) if to_home else (packed_pitch, home_pitch)
-                device.copy_rows(target, pitches[0], source, pitches[1], width, height, stream)
+                pitches = (copy.home_pitch, copy.packed_pitch) if to_home else (copy.packed_pitch, copy.home_pitch)
+                device.copy_rows(target, pitches[0], source, pitches[1], width, copy.height, stream)
 
     def _ring_of(self, least_bytes: int) -> Ring:
         """The ring, its places of at least so many bytes; a new one when another size is asked for, after the last user
@@ -321,7 +312,7 @@ class Lane:
             for transfer in self._under_way:
                 transfer.finish()
             memory = self._device.device_memory(PLACES * place_bytes)
-            ring = self._ring = Ring(memory, PLACES, place_bytes)
+            ring = self._ring = Ring(memory, place_bytes, self._streams)
         return ring
 
 

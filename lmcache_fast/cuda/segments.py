@@ -6,6 +6,7 @@ Whole numbers only: addresses, strides, bytes. No stream, no device and no layou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,49 +18,65 @@ LONGEST_PITCH_BYTES = (1 << 31) - 1  # of a copy in rows
 Part = tuple[int, tuple[int, int, int], int, int]  # as `moved_parts` yields them
 
 
-class Copy(NamedTuple):
+@dataclass(slots=True)
+class Copy:
     """`height` runs of `width` bytes, each side with its own distance from one to the next. seams: where in a single run one
     chunk ends and the next one begins."""
 
     home: int
     packed: int
     width: int
-    height: int
-    home_pitch: int
-    packed_pitch: int
-    seams: tuple[int, ...] = ()
+    height: int = 1
+    home_pitch: int = 0
+    packed_pitch: int = 0
+    seams: list[int] = field(default_factory=list)
+
+    def joins(self, home: int, packed: int, width: int) -> bool:
+        """Whether this copy can move one more run of bytes; then it does."""
+        if self.height == 1:
+            home_pitch, packed_pitch = home - self.home, packed - self.packed
+            if home_pitch == self.width == packed_pitch:
+                self.seams.append(self.width)
+                self.width += width
+                return True
+            if not width <= home_pitch <= LONGEST_PITCH_BYTES:
+                return False
+        else:
+            home_pitch, packed_pitch = self.home_pitch, self.packed_pitch
+            if home != self.home + self.height * home_pitch or packed != self.packed + self.height * packed_pitch:
+                return False
+        if width != self.width:
+            return False
+        self.height, self.home_pitch, self.packed_pitch, self.seams = self.height + 1, home_pitch, packed_pitch, []
+        return True
 
 
 class Packing(NamedTuple):
     """Strides of a piece without gaps, its axes in the order they have at home; the copies in between, from the starts of
-    both. plane_bytes: of one plane where planes lie at home one after the other, in the order kv, layer, no gaps; else 0."""
+    both. plane_bytes: of one plane where planes lie at home one after the other, in the order kv, layer, no gaps; else 0.
+    copies: fields of `Copy`."""
 
     strides: tuple[int, int, int]
     num_bytes: int
     plane_bytes: int
-    copies: tuple[Copy, ...]
+    copies: tuple[tuple[int, int, int, int, int, int], ...]
 
 
 class Segment:
     """Parts of chunks that share one launch and one place in the ring, in some of the planes (numbered kv * NL + layer).
 
-    parts: where they are at home. rows: one struct Chunk a part, packed, addresses from the segment's start; num_tiles: of
-    all. copies: between home (addresses) and the segment (from its start).
+    parts: where they are at home. end: where the next one begins. rows: one struct Chunk a part, packed, addresses from the
+    segment's start; num_tiles: of all. copies: between home (addresses) and the segment (from its start).
     """
 
-    __slots__ = ("copies", "first_plane", "num_bytes", "num_planes", "num_tiles", "parts", "rows")
+    __slots__ = ("copies", "end", "first_plane", "num_bytes", "num_planes", "num_tiles", "parts", "rows")
 
     def __init__(self, first_plane: int, num_planes: int):
         self.first_plane, self.num_planes = first_plane, num_planes
         self.parts: list[Part] = []
         self.rows: list[int] = []
         self.copies: list[Copy] = []
-        self.num_bytes = self.num_tiles = 0
-
-    @property
-    def end(self) -> int:
-        """Where the next part begins."""
-        return -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.num_bytes = self.num_tiles = self.end = 0
 
     def add(self, part: Part, packed: Packing, tile_tokens: int) -> None:
         """Put a part behind the others. Parts that lie side by side on both sides are one copy, those of equal distance one
@@ -70,12 +87,11 @@ class Segment:
         self.rows += (offset, *packed.strides, first_token, num_tokens, self.num_tiles)
         self.num_tiles += -(-num_tokens // tile_tokens)
         self.num_bytes = offset + packed.num_bytes
-        copies = self.copies
-        for home, near, width, height, home_pitch, packed_pitch, _ in packed.copies:
+        self.end = -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        for home, near, width, height, home_pitch, packed_pitch in packed.copies:
             home, near = home + address, near + offset
-            if height == 1 and copies and joined(copies, home, near, width):
-                continue
-            copies.append(Copy(home, near, width, height, home_pitch, packed_pitch))
+            if height > 1 or not self.copies or not self.copies[-1].joins(home, near, width):
+                self.copies.append(Copy(home, near, width, height, home_pitch, packed_pitch))
 
 
 @lru_cache(maxsize=4096)
@@ -104,7 +120,7 @@ def packing(
     for count, stride, packed_stride in runs[1:]:
         offsets = [(h + i * stride, p + i * packed_stride) for i in range(count) for h, p in offsets]
     height, home_pitch, packed_pitch = runs[0] if runs else (1, width, width)
-    copies = tuple(Copy(h, p, width, height, home_pitch, packed_pitch) for h, p in offsets)
+    copies = tuple((h, p, width, height, home_pitch, packed_pitch) for h, p in offsets)
     gapless = not runs and order == sorted(order, reverse=True)
     plane_bytes = num_tokens * row_bytes if gapless else 0
     return Packing((strides[0], strides[1], strides[2]), packed, plane_bytes, copies)
@@ -116,9 +132,11 @@ def cut(
     """Segments of at most `segment_bytes`, as they are asked for. A chunk stays whole where it fits; else it is cut evenly,
     between planes where these are runs of memory, or between tokens; one token in all planes always fits."""
     num_planes = two * num_layers
-    segment = Segment(0, num_planes)
+    segment, known = Segment(0, num_planes), None
     for part in parts:
-        packed = packing(two, num_layers, part[3], row_bytes, *part[1])
+        if known != part[1::2]:  # most chunks of a call are alike
+            known = part[1::2]
+            packed = packing(two, num_layers, part[3], row_bytes, *part[1])
         full = segment.end + packed.num_bytes > segment_bytes or len(segment.parts) == CHUNKS_IN_BATCH
         if full and segment.parts:
             yield segment
@@ -147,7 +165,7 @@ def _between_planes(
         segment.parts = [part]
         segment.rows = [-before, *packed.strides, first_token, num_tokens, 0]  # where plane 0 would be
         segment.num_tiles = -(-num_tokens // tile_tokens)
-        segment.copies = [Copy(address + before, 0, segment.num_bytes, 1, 0, 0)]
+        segment.copies = [Copy(address + before, 0, segment.num_bytes)]
         yield segment
 
 
@@ -162,22 +180,6 @@ def _even(total: int, most: int) -> int:
     """The size of parts, none larger than `most` (or 1), that are as few and as even as can be."""
     parts = -(-total // max(1, most))
     return -(-total // parts)
-
-
-def joined(copies: list[Copy], home: int, near: int, width: int) -> bool:
-    """Whether the last of the copies can move one more run of bytes; then it does."""
-    last = copies[-1]
-    if last.height == 1 and (home, near) == (last.home + last.width, last.packed + last.width):
-        copies[-1] = last._replace(width=last.width + width, seams=(*last.seams, last.width))
-        return True
-    if last.width != width:
-        return False
-    home_pitch, packed_pitch = (home - last.home, near - last.packed) if last.height == 1 else last[4:6]
-    follows = (home, near) == (last.home + last.height * home_pitch, last.packed + last.height * packed_pitch)
-    if not follows or not width <= home_pitch <= LONGEST_PITCH_BYTES:
-        return False
-    copies[-1] = Copy(last.home, last.packed, width, last.height + 1, home_pitch, packed_pitch)
-    return True
 
 
 def home_rows(segment: Segment, addresses: list[int], tile_tokens: int) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_fast.cuda import pipeline
-from lmcache_fast.cuda.segments import ALIGN_BYTES, Copy, Segment, cut, joined, packing
+from lmcache_fast.cuda.segments import ALIGN_BYTES, Copy, Segment, cut, packing
 from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK
 
 ROW = 8
@@ -75,13 +75,13 @@ def test_a_piece_is_as_few_copies_as_can_be():
     """Whole contiguous chunks are one run; a part of one is one copy of rows; token-major parts are one run."""
     row = 64
     whole = packing(2, 4, 16, row, 4 * 16 * row, 16 * row, row)
-    assert whole.copies == (Copy(0, 0, 8192, 1, 8192, 8192),) and whole.plane_bytes == 16 * row
+    assert whole.copies == ((0, 0, 8192, 1, 8192, 8192),) and whole.plane_bytes == 16 * row
     part = packing(2, 4, 5, row, 4 * 16 * row, 16 * row, row)
-    assert part.copies == (Copy(0, 0, 5 * row, 8, 16 * row, 5 * row),) and part.plane_bytes == 0
+    assert part.copies == ((0, 0, 5 * row, 8, 16 * row, 5 * row),) and part.plane_bytes == 0
     token_major = packing(2, 1, 5, row, row, 0, 2 * row)
-    assert token_major.copies == (Copy(0, 0, 10 * row, 1, 10 * row, 10 * row),) and token_major.plane_bytes == 0
+    assert token_major.copies == ((0, 0, 10 * row, 1, 10 * row, 10 * row),) and token_major.plane_bytes == 0
     padded = packing(2, 4, 5, row, 9999, 20 * row, row + 8)
-    assert len(padded.copies) == 8 and {copy.height for copy in padded.copies} == {5}
+    assert len(padded.copies) == 8 and {height for _, _, _, height, _, _ in padded.copies} == {5}
     assert padded.num_bytes == 2 * 4 * 5 * row
 
 
@@ -101,16 +101,13 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
     size = ALIGN_BYTES
     together = [(5000 + size * i, (0, 0, 16), 16 * i, 16) for i in range(3)]
     (segment,) = cut(together, 1, 1, 16, MiB, 4)
-    assert segment.copies == [Copy(5000, 0, 3 * size, 1, size, size, seams=(size, 2 * size))]
+    assert segment.copies == [Copy(5000, 0, 3 * size, 1, size, size, seams=[size, 2 * size])]
     apart = [(5000 + 1000 * i, (0, 0, 16), 16 * i, 16) for i in range(3)]
     (segment,) = cut([*apart, (9000, (0, 0, 16), 48, 16)], 1, 1, 16, MiB, 4)
     assert segment.copies == [Copy(5000, 0, size, 3, 1000, size), Copy(9000, 3 * size, size, 1, size, size)]
-    backwards = [Copy(9000, 0, size, 1, size, size)]
-    assert not joined(backwards, 5000, size, size)
-    far = [Copy(0, 0, size, 1, size, size)]
-    assert not joined(far, 1 << 31, size, size)
-    other_width = [Copy(0, 0, size, 1, size, size)]
-    assert not joined(other_width, 1000, size, 16)
+    assert not Copy(9000, 0, size).joins(5000, size, size)  # backwards
+    assert not Copy(0, 0, size).joins(1 << 31, size, size)  # too far
+    assert not Copy(0, 0, size).joins(1000, size, 16)  # of another width
 
 
 def test_segment_sizes():
