@@ -48,12 +48,7 @@ else:
     Connector = Annotated[str, typer.Option("--connector", help="Who carries the cache; all: each in turn.")]
     OneBackend = Annotated[str | None, typer.Option("--backend", "-b", help="Backend; by default LMCACHE_BACKEND.")]
     Seed = Annotated[int, typer.Option("--seed", help="Of weights, prompt and slots.")]
-    Peer = Annotated[
-        str | None,
-        typer.Option(
-            "--peer", "--upstream", help="Folder of an unpacked lmcache wheel, to compare with.", metavar="FOLDER"
-        ),
-    ]
+    Peer = Annotated[str | None, typer.Option("--peer", "--upstream", help="Folder of an unpacked lmcache wheel.")]
     Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Model shape; may be repeated.")]
     Orders = Annotated[list[str] | None, typer.Option("--order", help="Memory order; may be repeated.")]
     BlockSizes = Annotated[list[int] | None, typer.Option("--block-size", help="Tokens a block; may be repeated.")]
@@ -275,31 +270,25 @@ def bench(
     plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time the backends: bits checked first, every rate beside a ceiling of the same process, beside LMCache with --peer.
-
-    On a GPU: store, load, both at once, gather and scatter in its memory, layer by layer, beside matmuls, host time. On a
-    CPU: gather and scatter, layer by layer, host time.
+    """Time the backends: bits checked first, rates beside a ceiling of the same process, LMCache beside them with --peer.
 
     Exit codes: 0 measured; 1 a figure failed or a backend moves wrong bits; 2 an unknown name, or what cannot run here.
     """
-    from . import bench as package
+    from .bench import Options, run_bench
     from .bench.plot import check_plot, write_plot
 
     _check_device(device)
     if plot:
         check_plot(plot)
-    backends = _usable_backends(backend, device) if backend or requested_backend() != AUTO else None
-    options = package.Options(
-        device, backends, shape, order, block_size, tokens, figure, repeats, peer, slots_on
-    ).shortened(quick, no_matmul)
+    options = Options(device, backend, shape, order, block_size, tokens, figure, repeats, peer, slots_on)
     with _progress("bench", None) as advance:
-        report = package.run_bench(options, advance)
-    if plot:
-        write_plot(report, plot)
+        report = run_bench(options.shortened(quick, no_matmul), advance)
     if as_json:
         _print_json({"ok": report.ok, **dataclasses.asdict(report)})
     else:
         _show_bench(report)
+    if plot:
+        write_plot(report, plot)
     raise typer.Exit(OK if report.ok else FAILED)
 
 
@@ -307,8 +296,7 @@ def _show_bench(report: Any) -> None:
     from .bench.report import failures, heading, tables
 
     screen = _screen()
-    for line in heading(report):
-        screen.print(Text(line))
+    screen.print(Text("\n".join(heading(report))))
     for table in tables(report):
         screen.print(_table(f"\n{table.title}", [dict(zip(table.columns, row, strict=True)) for row in table.rows]))
     for line in failures(report):

@@ -128,12 +128,14 @@ def test_on_a_gpu_every_cell_has_every_figure(like_a_gpu):
     cells = []
     report = run_bench(EVERYTHING, cells.append)
     assert figures_of(report, "reference") == dict.fromkeys(CELLS, DEVICE_FIGURES)
+    assert figures_of(report, "alone") == {cell: {"matmul alone"} for cell in CELLS}
     assert all(map(is_sound, report.rows))
-    assert len(report.rows) == len(CELLS) * len(DEVICE_FIGURES) and len(cells) == len(CELLS)
+    assert len(report.rows) == len(CELLS) * (len(DEVICE_FIGURES) + 2) and len(cells) == len(CELLS)
     with_ceiling = {row.figure for row in report.rows if row.percent_of_ceiling}
     assert with_ceiling == {*RATES, "layerwise store", "layerwise load"}
     assert list(report.ceilings) == ["d2h", "h2d", "both", "device"]
-    assert "matmuls" in report.environment and report.environment["slots_on"] == "cpu"
+    assert "matmul loop: 4 bf16 64^3, alone " in as_text(report)
+    assert report.environment["slots_on"] == "cpu"
 
 
 def test_rates_percents_and_times_belong_together(like_a_gpu):
@@ -153,6 +155,7 @@ def test_defaults_follow_the_device(monkeypatch):
     on_cpu = Options().completed()
     assert (on_cpu.tokens, on_cpu.block_sizes, on_cpu.figures, on_cpu.repeats) == ((4096,), (16,), ON_HOST, 5)
     monkeypatch.setattr(run, "get_backend", lambda device: SimpleNamespace(name="chosen"))
+    monkeypatch.delenv("LMCACHE_BACKEND", raising=False)
     on_gpu = Options("cuda").completed()
     assert (on_gpu.tokens, on_gpu.figures, on_gpu.repeats) == ((8192,), tuple(GROUPS), 7)
     assert on_gpu.backends == ["chosen"] and on_gpu.orders == on_cpu.orders == ("NHD", "HND", "fused")
@@ -176,8 +179,27 @@ def test_defaults_follow_the_device(monkeypatch):
 def test_what_cannot_be_asked_for(change, message):
     with pytest.raises(ArgumentError, match=message):
         run_bench(dataclasses.replace(SMALL, **change))
-    with pytest.raises(BackendError, match="nope"):
-        run_bench(dataclasses.replace(SMALL, backends=["nope"]))
+
+
+def test_which_backends_are_measured(backend, monkeypatch):
+    def named(**options):
+        return list(Options(**options).completed().backends)
+
+    backend("mine")
+    register_backend("elsewhere", None, devices=("cuda",))
+    try:
+        assert {"reference", "mine"} <= {*named()} and "elsewhere" not in named()
+        assert named(backends=["mine", "reference", "mine"]) == ["mine", "reference"]
+        monkeypatch.setenv("LMCACHE_BACKEND", "mine")
+        assert named() == ["mine"]
+        with pytest.raises(BackendError, match="unknown backend 'nope'"):
+            named(backends=["nope"])
+        register_backend("near", get_backend("reference"), devices=("cuda",))
+        with pytest.raises(BackendError, match="backend 'near' serves cuda, not cpu"):
+            named(backends=["near"])
+    finally:
+        for name in ("elsewhere", "near"):
+            unregister_backend(name)
 
 
 # Faults
@@ -251,7 +273,7 @@ def test_one_failing_figure_does_not_lose_the_others(backend, like_a_gpu):
     report = run_bench(options)
     errors = {row.figure: row.error for row in report.rows if row.error}
     assert errors == {"one chunk store": "RuntimeError: one chunk is too few"}
-    assert {row.figure for row in report.rows} == DEVICE_FIGURES and not report.ok
+    assert {row.figure for row in report.rows if row.runner == "picky"} == DEVICE_FIGURES and not report.ok
 
 
 def test_a_figure_that_cannot_begin_is_an_error_of_each_backend(monkeypatch):
@@ -364,6 +386,18 @@ def test_a_peer_that_is_not_there_or_does_not_fit(tmp_path):
         load_compiled(tmp_path)
 
 
+def test_a_peer_that_cannot_be_set_up_does_not_lose_the_others(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no peer today")
+
+    monkeypatch.setattr(run, "peer_mover", refuse)
+    report = run_bench(dataclasses.replace(SMALL, peer=fallback_folder(tmp_path)))
+    assert [(row.figure, row.error) for row in report.rows if row.runner == "peer"] == [
+        ("setting", "RuntimeError: no peer today")
+    ]
+    assert "gather" in figures_of(report, "reference")["tiny", "NHD"] and report.ok
+
+
 # Measuring
 
 
@@ -468,6 +502,7 @@ def test_a_picture_has_a_bar_for_each_rate(tmp_path):
     words = (tmp_path / "a.svg").read_text()  # each text is a comment beside its outlines
     for part in ("98.2 %   54.3", "93.5 %   51.7", "store to host memory", "8b NHD", "peer, lmcache 1", "ceiling"):
         assert f"<!-- {part}" in words
+    assert "block size 16; tokens 8192" in words and "tokens a block" not in words
     assert "load from host memory" not in words, "no rate, no panel"
     write_plot(hand_made(), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -481,6 +516,8 @@ def test_a_picture_has_a_bar_for_each_rate(tmp_path):
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
     with pytest.raises(ArgumentError, match=r"a.pdf: allowed: a file that ends in .svg or .png"):
         check_plot("a.pdf")
+    with pytest.raises(ArgumentError, match=r"no/a.svg: there is no such folder"):
+        check_plot(tmp_path / "no" / "a.svg")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["--plot", str(tmp_path / "a.svg"), "--backend", "nope"]) == 2
     shown = capsys.readouterr().err

@@ -6,7 +6,6 @@ A figure that fails is a reading with an error; the others go on. Which settings
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from .measure import HostClock, Seconds, interleaved
 from .movers import LayerwiseMover, Mover
 from .settings import Job, Setting
 
-COPY = "copy_"
+COPY, ALONE = "copy_", "alone"
 NAMES = {"gather": "store", "scatter": "load"}
 MATMUL_ROUNDS = 3
 
@@ -40,14 +39,13 @@ class Reading:
 
 
 class Matmuls:
-    """A loop of matmuls `[size, size]`, as a model would run; `alone_seconds` is what it takes undisturbed."""
+    """A loop of matmuls `[size, size]`, as a model would run."""
 
     def __init__(self, clock: HostClock, size: int = 4096, count: int = 100):
         self.count, self.size = count, size
         self._a, self._b, self._out = (
             torch.randn(size, size, device=clock.device).to(torch.bfloat16) for _ in range(3)
         )
-        self.alone_seconds = statistics.median(clock.on_device(self.run) for _ in range(MATMUL_ROUNDS + 1))
 
     def run(self) -> None:
         for _ in range(self.count):
@@ -271,19 +269,24 @@ def _own_time(clock: HostClock, run: Callable[[], object]) -> float:
 
 
 def matmul(scene: Scene) -> Iterator[Reading]:
-    """How many times longer a loop of matmuls takes beside transfers that never pause."""
-    matmuls = scene.matmuls
+    """How many times longer a loop of matmuls takes beside transfers that never pause; alone, in turn with the others."""
+    clock, matmuls = scene.clock, scene.matmuls
     if matmuls is None:
         return
+    alone: dict[str, Callable[[], object]] = {ALONE: lambda: clock.on_device(matmuls.run)}
     for operation, name in NAMES.items():
         job = scene.job(name)
 
         def run(mover: Mover, operation: str = operation, job: Job = job) -> float:
-            return _beside(scene.clock, matmuls, mover, operation, job)
+            return _beside(clock, matmuls, mover, operation, job)
 
-        once = functools.partial(_own_time, scene.clock)
-        seconds = scene.time(scene.movers, [(operation, name)], run, once, MATMUL_ROUNDS)
-        yield from _readings(f"matmul beside {name}", "x", seconds, _scaled(1 / matmuls.alone_seconds))
+        once = functools.partial(_own_time, clock)
+        seconds = scene.time(scene.movers, [(operation, name)], run, once, MATMUL_ROUNDS, alone)
+        undisturbed = seconds.pop(ALONE)
+        if isinstance(undisturbed, Exception):
+            raise undisturbed
+        yield Reading("matmul alone", ALONE, "ms", 1e3 * undisturbed, undisturbed)
+        yield from _readings(f"matmul beside {name}", "x", seconds, _scaled(1 / undisturbed))
 
 
 def _beside(clock: HostClock, matmuls: Matmuls, mover: Mover, operation: str, job: Job) -> float:

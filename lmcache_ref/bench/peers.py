@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -91,12 +92,27 @@ def peer_mover(module: Any, setting: Setting, clock: HostClock) -> Mover | None:
     return FallbackPeer(module, setting) if row in _FLAT else None
 
 
-class FallbackPeer(Mover):
-    """Tensors of flat slots, on the host; done when a call returns."""
+class PeerMover(Mover):
+    """One call a chunk."""
 
     name, is_peer = PEER, True
 
+    def __init__(self) -> None:
+        self._parts: dict[Job, list[tuple[torch.Tensor, int, int]]] = {}
+
+    def parts(self, job: Job) -> list[tuple[torch.Tensor, int, int]]:
+        """Each chunk and its tokens `[start, end)`; worked out once, so that it takes none of the peer's time."""
+        if job not in self._parts:
+            ends = list(itertools.accumulate(chunk.shape[2] for chunk in job.chunks))
+            self._parts[job] = list(zip(_plain(job.chunks), [0, *ends[:-1]], ends, strict=True))
+        return self._parts[job]
+
+
+class FallbackPeer(PeerMover):
+    """Tensors of flat slots, on the host; done when a call returns."""
+
     def __init__(self, module: Any, setting: Setting):
+        super().__init__()
         assert setting.cache.layout is not None
         flatten = _FLAT[setting.cache.layout.name]
         self._module = module
@@ -105,11 +121,11 @@ class FallbackPeer(Mover):
 
     def move(self, operation: str, job: Job) -> Transfer:
         direction = _direction(self._module, operation)
-        for chunk, slots in _parts(job):
+        for chunk, start, end in self.parts(job):
             self._module.multi_layer_kv_transfer(
                 chunk,
                 self._tensors,
-                slots,
+                job.slots[start:end],
                 job.cache.device,
                 job.cache.num_slots,
                 direction,
@@ -119,13 +135,12 @@ class FallbackPeer(Mover):
         return Transfer()
 
 
-class CompiledPeer(Mover):
+class CompiledPeer(PeerMover):
     """Addresses, one a layer, on the device; the slots too. A stream for each direction, as in its connectors; chunks in
     device memory on the current one. Its connectors make the host wait after each stored chunk: that is left out."""
 
-    name, is_peer = PEER, True
-
     def __init__(self, module: Any, setting: Setting, clock: HostClock):
+        super().__init__()
         assert setting.cache.layout is not None
         self._module, self._clock = module, clock
         addresses = [tensor.data_ptr() for tensor in setting.tensors]
@@ -145,12 +160,12 @@ class CompiledPeer(Mover):
             return EventTransfer(self._clock)
 
     def _launch(self, operation: str, job: Job) -> None:
-        cache, direction = job.cache, _direction(self._module, operation)
-        for chunk, slots in _parts(job, self._slots[job.which]):
+        cache, direction, slots = job.cache, _direction(self._module, operation), self._slots[job.which]
+        for chunk, start, end in self.parts(job):
             self._module.multi_layer_kv_transfer(
                 chunk,
                 self._addresses,
-                slots,
+                slots[start:end],
                 cache.device,
                 cache.num_slots,
                 direction,
@@ -175,17 +190,6 @@ class EventTransfer(Transfer):
 
     def done(self) -> bool:
         return bool(self._event.query())
-
-
-def _parts(job: Job, slots: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each chunk with its slots."""
-    slots = job.slots if slots is None else slots
-    parts, start = [], 0
-    for chunk in _plain(job.chunks):
-        end = start + chunk.shape[2]
-        parts.append((chunk, slots[start:end]))
-        start = end
-    return parts
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

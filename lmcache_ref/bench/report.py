@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .figures import ALONE
 from .run import Report, Row
 
 NOTE = (
@@ -53,14 +54,15 @@ def heading(report: Report) -> list[str]:
     ]
     if report.ceilings:
         lines.append("ceilings, GB/s: " + ", ".join(f"{name} {value:.1f}" for name, value in report.ceilings.items()))
-    if "matmuls" in facts:
-        lines.append(f"matmuls: {facts['matmuls']}")
+    alone = [row.value for row in report.rows if row.runner == ALONE and row.value]
+    if alone:
+        lines.append(f"matmul loop: {facts['matmuls']}, alone {min(alone):.1f} to {max(alone):.1f} ms")
     return [*lines, NOTE]
 
 
 def tables(report: Report) -> list[TextTable]:
     """A line for each cell of the matrix and runner, a column for each figure or pair of them that was measured."""
-    constant = _constants(report.rows)
+    constant = constants(report.rows)
     words = "".join(f", {name.replace('_', ' ')} {value}" for name, value in constant.items())
     names = [name for name in CELL if name not in constant]
     made = [_table(f"{title}{words}", columns, report.rows, names) for title, columns in COLUMNS.items()]
@@ -89,7 +91,7 @@ def as_text(report: Report) -> str:
     return "\n\n".join([*parts, "\n".join(failures(report))]).rstrip()
 
 
-def _constants(rows: Sequence[Row]) -> dict[str, Any]:
+def constants(rows: Sequence[Row]) -> dict[str, Any]:
     """What is the same in all rows, but for shape and order, which name a line."""
     found = {name: {getattr(row, name) for row in rows} for name in ("block_size", "tokens")}
     return {name: values.pop() for name, values in found.items() if len(values) == 1}

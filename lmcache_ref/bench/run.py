@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..backends import explain_backends, get_backend, requested_backend
-from ..errors import ArgumentError
+from ..backends import AUTO, explain_backends, get_backend, requested_backend
+from ..errors import ArgumentError, BackendError
 from ..memory import HostMemoryAllocator, MemoryAllocator, PinMemoryAllocator
-from .figures import COPY, GROUPS, ON_HOST, Matmuls, Reading, Scene
-from .measure import HostClock, ceilings, clock_of
+from .figures import ALONE, COPY, GROUPS, ON_HOST, Matmuls, Reading, Scene
+from .measure import ceilings, clock_of
 from .movers import BackendMover, Mover
 from .peers import PEER, load_peer, peer_mover
 from .settings import Case, Setting
@@ -28,6 +28,7 @@ from .shapes import CHUNK_TOKENS, LAYOUTS_BY_ORDER, NO_ORDER, SHAPES
 
 ENVIRONMENT_PREFIX = "LMCACHE_"
 HOST_CEILING_BYTES = 256 << 20
+HOST_MATMULS = (64, 4)  # size and count: few, since a CPU has better to do
 NEED_CEILINGS = frozenset(("store", "load", "both", "chunk"))
 
 
@@ -36,7 +37,7 @@ class Options:
     """What to measure; None is the default for the device.
 
     backends: names; by default what would run on a GPU, all that can run on a CPU. peer: folder of an unpacked lmcache
-    wheel. figures: names of `figures.GROUPS`. slots_on: "cpu" or "device", where the slot mapping lives.
+    wheel. figures: names of `figures.GROUPS`. slots_on: "cpu" or "device" (or its name), where the slot mapping lives.
     """
 
     device: str = "cpu"
@@ -65,7 +66,7 @@ class Options:
         on_host = torch.device(self.device).type == "cpu"
         full = dataclasses.replace(
             self,
-            backends=self.backends or _default_backends(self.device),
+            backends=_backends(self.backends, self.device),
             shapes=self.shapes or tuple(SHAPES),
             orders=self.orders or tuple(LAYOUTS_BY_ORDER),
             block_sizes=self.block_sizes or (16,),
@@ -76,7 +77,7 @@ class Options:
         _check_names("shapes", full.shapes, SHAPES)
         _check_names("orders", full.orders, LAYOUTS_BY_ORDER)
         _check_names("figures", full.figures, GROUPS)
-        _check_names("slots_on", [self.slots_on], ("cpu", "device"))
+        _check_names("slots_on", [self.slots_on], ("cpu", "device", self.device))
         repeats = () if self.repeats is None else (self.repeats,)
         for name, numbers in (("block_sizes", full.block_sizes), ("tokens", full.tokens), ("repeats", repeats)):
             if any(number < 1 for number in numbers or ()):
@@ -122,35 +123,70 @@ def run_bench(options: Options, on_progress: Callable[[str], None] = lambda _: N
     on_progress: called with the name of each cell. Raises BackendError or ArgumentError for what cannot be begun.
     """
     options = options.completed()
-    device = torch.device(options.device)
-    cases = list(_cases(options))
-    figures = options.figures or ()
+    device, cases = torch.device(options.device), list(_cases(options))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        clock = clock_of(device)
-        movers = [BackendMover(name, device) for name in options.backends or ()]
         peer = load_peer(options.peer, device) if options.peer else None
         host = _host_memory(device, cases)
         try:
-            repeats = options.repeats or 1
-            needed = clock.asynchronous or NEED_CEILINGS & set(figures)
-            top = ceilings(clock, host.require_pool(), repeats) if needed else {}
-            matmuls = Matmuls(clock, *((64, 4) if device.type == "cpu" else ())) if "matmul" in figures else None
-            report = Report(_environment(options, clock, movers, matmuls), top)
-            held_bytes: dict[str, int] = {}
+            bench = _Bench(options, device, host, peer)
+            report = Report(_environment(options, bench), bench.ceilings)
             for case in cases:
                 on_progress(str(case))
-                try:
-                    with _setting(case, device, host, options.slots_on, clock) as setting:
-                        also = peer_mover(peer, setting, clock) if peer else None
-                        everyone = [*movers, *([also] if also else [])]
-                        scene = Scene(setting, everyone, clock, top, repeats, matmuls, held_bytes)
-                        report.rows.extend(_rows(case, _read(scene, figures)))
-                except Exception as error:  # no memory, say; the next cell may be smaller
-                    failed = [Reading("setting", m.name, "", error=f"{type(error).__name__}: {error}") for m in movers]
-                    report.rows.extend(_rows(case, failed))
+                report.rows.extend(_rows(case, bench.readings(case)))
+                bench.clock.release()
             return report
         finally:
             host.close()
+
+
+class _Bench:
+    """What all cells share."""
+
+    def __init__(self, options: Options, device: torch.device, host: MemoryAllocator, peer: Any):
+        self.device, self.host, self.peer = device, host, peer
+        self.figures, self.repeats, self.slots_on = options.figures or (), options.repeats or 1, options.slots_on
+        self.clock = clock_of(device)
+        self.movers: list[Mover] = [BackendMover(name, device) for name in options.backends or ()]
+        needed = self.clock.asynchronous or NEED_CEILINGS & set(self.figures)
+        self.ceilings = ceilings(self.clock, host.require_pool(), self.repeats) if needed else {}
+        size = HOST_MATMULS if device.type == "cpu" else ()
+        self.matmuls = Matmuls(self.clock, *size) if "matmul" in self.figures else None
+        self.held_bytes: dict[str, int] = {}
+
+    def readings(self, case: Case) -> list[Reading]:
+        """All figures of a cell; when it cannot be set up, an error for each backend."""
+        try:
+            setting = Setting(case, self.device, self.host, self._slots_device(), far=self.clock.asynchronous)
+        except Exception as error:  # no memory, say; the next cell may be smaller
+            return [_failed("setting", mover, error) for mover in self.movers]
+        try:
+            return list(self._measure(setting))
+        finally:
+            self.clock.synchronize()
+            setting.close()
+
+    def _measure(self, setting: Setting) -> Iterator[Reading]:
+        movers = list(self.movers)
+        try:
+            peer = peer_mover(self.peer, setting, self.clock) if self.peer else None
+            movers += [peer] if peer else []
+        except Exception as error:  # the peer's own fault
+            yield Reading("setting", PEER, "", error=f"{type(error).__name__}: {error}")
+        scene = Scene(setting, movers, self.clock, self.ceilings, self.repeats, self.matmuls, self.held_bytes)
+        for name, measure in GROUPS.items():
+            if name not in self.figures:
+                continue
+            try:
+                yield from measure(scene)
+            except Exception as error:  # the other figures go on
+                yield from (_failed(name, mover, error) for mover in self.movers)
+
+    def _slots_device(self) -> str:
+        return "cpu" if self.slots_on == "cpu" else str(self.device)
+
+
+def _failed(figure: str, mover: Mover, error: Exception) -> Reading:
+    return Reading(figure, mover.name, "", error=f"{type(error).__name__}: {error}")
 
 
 def _cases(options: Options) -> Iterator[Case]:
@@ -162,43 +198,16 @@ def _cases(options: Options) -> Iterator[Case]:
                     yield Case(shape, order, block_size, tokens)
 
 
-def _read(scene: Scene, figures: Sequence[str]) -> list[Reading]:
-    """All readings; a group that ends with an exception is one more, with an error for each backend."""
-    readings: list[Reading] = []
-    for name, measure in GROUPS.items():
-        if name not in figures:
-            continue
-        try:
-            readings.extend(measure(scene))
-        except Exception as error:  # the other figures go on
-            failed = f"{type(error).__name__}: {error}"
-            readings.extend(Reading(name, mover.name, "", error=failed) for mover in scene.backends)
-    return readings
-
-
 def _rows(case: Case, readings: Sequence[Reading]) -> list[Row]:
     """With the cell's name and, where the peer has the same figure, how many times its speed."""
     peer = {reading.figure: reading.seconds for reading in readings if reading.runner == PEER and reading.seconds}
     rows = []
     for reading in readings:
         seconds, of_peer = reading.seconds, peer.get(reading.figure)
-        ratio = of_peer / seconds if of_peer and seconds and reading.runner not in (PEER, COPY) else None
+        ratio = of_peer / seconds if of_peer and seconds and reading.runner not in (PEER, COPY, ALONE) else None
         cell = (case.shape.name, case.order, case.block_size, case.tokens)
         rows.append(Row(*cell, ratio_to_peer=ratio, **dataclasses.asdict(reading)))
     return rows
-
-
-@contextlib.contextmanager
-def _setting(
-    case: Case, device: torch.device, host: MemoryAllocator, slots_on: str, clock: HostClock
-) -> Iterator[Setting]:
-    setting = Setting(case, device, host, "cpu" if slots_on == "cpu" else str(device), far=clock.asynchronous)
-    try:
-        yield setting
-    finally:
-        clock.synchronize()
-        setting.close()
-        clock.release()
 
 
 def _host_memory(device: torch.device, cases: Sequence[Case]) -> MemoryAllocator:
@@ -208,11 +217,17 @@ def _host_memory(device: torch.device, cases: Sequence[Case]) -> MemoryAllocator
     return HostMemoryAllocator(size) if device.type == "cpu" else PinMemoryAllocator(size)
 
 
-def _default_backends(device: str) -> list[str]:
-    """On a CPU all that can run; elsewhere, where the reference takes minutes, the one that a call would take."""
-    if torch.device(device).type == "cpu":
-        return [backend.name for backend, why in explain_backends(device) if why is None]
-    return [get_backend(device=device).name]
+def _backends(names: Sequence[str] | None, device: str) -> list[str]:
+    """The names, if each can serve the device. By default the requested one; where that is `auto`, on a CPU all that can
+    run, elsewhere, as the reference takes minutes, the one that a call would take."""
+    reasons = {backend.name: why for backend, why in explain_backends(device)}
+    if not names and requested_backend() == AUTO and torch.device(device).type == "cpu":
+        return [name for name, why in reasons.items() if why is None]
+    for name in names or ():
+        get_backend(name, device)  # raises for one that is unknown or cannot run
+        if reasons[name]:
+            raise BackendError(f"backend {name!r} {reasons[name]}")
+    return list(dict.fromkeys(names or [get_backend(device=device).name]))
 
 
 def _check_names(option: str, given: Sequence[str] | None, known: Any) -> None:
@@ -221,14 +236,12 @@ def _check_names(option: str, given: Sequence[str] | None, known: Any) -> None:
         raise ArgumentError(f"{option}: {', '.join(unknown)} unknown; known: {', '.join(known)}")
 
 
-def _environment(
-    options: Options, clock: HostClock, movers: Sequence[Mover], matmuls: Matmuls | None
-) -> dict[str, Any]:
+def _environment(options: Options, bench: _Bench) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "device": clock.describe(),
+        "device": bench.clock.describe(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "backends": [mover.name for mover in movers],
+        "backends": [mover.name for mover in bench.movers],
         "requested_backend": requested_backend(),
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(ENVIRONMENT_PREFIX)},
         "slots_on": "cpu" if options.slots_on == "cpu" else torch.device(options.device).type,
@@ -236,8 +249,8 @@ def _environment(
         "repeats": options.repeats,
         "peer": _peer_version(options.peer) if options.peer else None,
     }
-    if matmuls is not None:
-        facts["matmuls"] = f"{matmuls.count} bf16 {matmuls.size}^3, alone {1e3 * matmuls.alone_seconds:.1f} ms"
+    if bench.matmuls is not None:
+        facts["matmuls"] = f"{bench.matmuls.count} bf16 {bench.matmuls.size}^3"
     return facts
 
 

@@ -48,7 +48,7 @@ class Case:
         return f"{self.shape.name} {self.order} block {self.block_size} tokens {self.tokens}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Job:
     """Chunks `[TWO, NL, T, D]` and the slots, int64 `[tokens]`, that they go to or come from.
 
