@@ -84,7 +84,7 @@ def _panel(axis: Any, name: str, bars: Sequence[tuple[str, Row]], lines: list[st
         axis.barh(y, length, 0.92 * height, color=_colour(row.runner, runners), zorder=2)
         inside = length > 62
         axis.text(
-            length - 1.5 if inside else length + 1.5,
+            min(length, 99) - 1.5 if inside else length + 1.5,  # not across the ceiling's line
             y,
             f"{percent:.1f} %   {_rate(row)}",
             ha="right" if inside else "left",
