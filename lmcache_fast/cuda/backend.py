@@ -19,8 +19,9 @@ from lmcache_ref.transfer import Transfer
 from ..descriptors import describe_rotation
 from .device import THREADS, Arguments, CudaDevice
 from .holdings import Blocks
-from .pipeline import BLOCKS_PER_MULTIPROCESSOR, Lane
+from .pipeline import Lane
 
+ROTATE_BLOCKS_PER_MULTIPROCESSOR = 8
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -120,7 +121,7 @@ class CudaBackend:
             rotation = describe_rotation(keys, old, new, table, rope.is_neox)
             rotation.bad_token = self._unused_flag(device.index).data_ptr()
             num_threads = rotation.num_tokens * rotation.num_pairs
-            num_blocks = min(BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors, -(-num_threads // THREADS))
+            num_blocks = min(ROTATE_BLOCKS_PER_MULTIPROCESSOR * device.num_multiprocessors, -(-num_threads // THREADS))
             kernel = f"rotate_{TYPE_NAMES[keys.dtype]}_{TYPE_NAMES[table.dtype]}"
             device.launch(kernel, device.current(), Arguments(rotation), num_blocks)
 

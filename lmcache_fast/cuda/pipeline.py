@@ -40,9 +40,9 @@ from .device import Arguments
 from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Slots, Uploaded
 from .segments import ALIGN_BYTES, Part, Segment, cut, home_rows
 
-STAGED_BLOCKS = 66  # thread blocks of a staged launch: a short burst on half the multiprocessors of an H200
-ZERO_COPY_BLOCKS = 16
-BLOCKS_PER_MULTIPROCESSOR = 4  # of a launch on device memory only: as many as are resident
+STAGED_BLOCKS = 264  # thread blocks of a staged launch: a short burst on a quarter of the threads of an H200
+ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
+MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
 PLANES_PER_UNIT = 4
 PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
 LEAST_SEGMENT_BYTES = 4 << 20
@@ -104,14 +104,12 @@ class Lane:
             slots = self.look_at_slots(plan)
             planes, first_layer = self._tables.find(plan)
             if not on_host:
-                return self._direct(
-                    plan, slots, planes, first_layer, list(moved_parts(plan)), BLOCKS_PER_MULTIPROCESSOR
-                )
+                return self._direct(plan, slots, planes, first_layer, list(moved_parts(plan)), MOST_BLOCKS)
             num_bytes = num_tokens * len(plan.planes) * plan.cache.kv_size * planes.token_bytes
             if num_bytes <= zero_copy_bytes():
                 mapped = self._mapped(plan)
                 if mapped is not None:
-                    return self._direct(plan, slots, planes, first_layer, mapped, None)
+                    return self._direct(plan, slots, planes, first_layer, mapped, ZERO_COPY_BLOCKS)
             return self._staged(plan, slots, planes, first_layer, num_bytes)
 
     def _reap(self) -> None:
@@ -194,9 +192,9 @@ class Lane:
 
     def _direct(
         self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, parts: list[Part],
-        blocks_per_multiprocessor: int | None,
+        most_blocks: int,
     ) -> Transfer:  # fmt: skip
-        """One launch on the current stream. blocks_per_multiprocessor: None where it reaches over the link."""
+        """One launch on the current stream."""
         device, current = self._device, self._device.current()
         tile_tokens = tile_tokens_of(planes)
         rows: list[int] = []
@@ -209,8 +207,7 @@ class Lane:
         call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, current)
         self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
         units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
-        most = (blocks_per_multiprocessor or 0) * device.num_multiprocessors or ZERO_COPY_BLOCKS
-        device.launch(call.kernel, current, self._arguments, min(most, units))
+        device.launch(call.kernel, current, self._arguments, min(most_blocks, units))
         if slots.reports:
             self._fetch_flag(call, current)
         return self._begun(call, [device.record(current)])
