@@ -61,7 +61,7 @@ class MemoryObj:
     def __init__(self, allocator: MemoryAllocator, metadata: MemoryObjMetadata):
         self.metadata = metadata
         self._allocator = allocator
-        self._offsets_bytes, self._size_bytes = _pack(metadata.shapes, metadata.dtypes)
+        self.offsets_bytes, self._size_bytes = _pack(metadata.shapes, metadata.dtypes)
         self._freed = False  # free() was called; other holders may still keep the memory
 
     def __repr__(self) -> str:
@@ -70,8 +70,14 @@ class MemoryObj:
     @property
     def tensor(self) -> torch.Tensor | None:
         """The first (mostly the only) tensor; None for an object allocated with empty lists."""
-        self._require_valid()
-        return self.get_tensor(0) if self.metadata.shapes else None
+        known = self.metadata
+        if not known.shapes:
+            self._require_valid()
+            return None
+        view = self._allocator.views.get(known.address)
+        if view is None or known.ref_count <= 0 or view.shape != known.shapes[0] or view.dtype != known.dtypes[0]:
+            return self.get_tensor(0)
+        return view
 
     @property
     def raw_tensor(self) -> torch.Tensor:
@@ -83,8 +89,14 @@ class MemoryObj:
         shapes, dtypes = self.metadata.shapes, self.metadata.dtypes
         if not 0 <= i < len(shapes):
             raise ArgumentError(f"i: {i!r}; the object has {len(shapes)} tensors, counted from 0")
-        length_bytes = math.prod(shapes[i]) * dtypes[i].itemsize
-        return self._view(self._offsets_bytes[i], length_bytes).view(dtypes[i]).view(shapes[i])
+        self._require_valid()
+        known, address = self._allocator.views, self.metadata.address + self.offsets_bytes[i]
+        view = known.get(address)
+        if view is None or view.shape != shapes[i] or view.dtype != dtypes[i]:
+            length_bytes = math.prod(shapes[i]) * dtypes[i].itemsize
+            view = self._view(self.offsets_bytes[i], length_bytes).view(dtypes[i]).view(shapes[i])
+            known[address] = view
+        return view
 
     def get_size(self) -> int:
         """Bytes of all tensors, and of padding where a later dtype could not be viewed at its offset."""
@@ -234,6 +246,7 @@ class MemoryAllocator:
         skipped_bytes = -memory.data_ptr() % base_align_bytes
         self.pool: torch.Tensor | None = memory[skipped_bytes : skipped_bytes + size]  # None once closed
         self.total_bytes = size
+        self.views: dict[int, torch.Tensor] = {}  # address in the pool -> the newest tensor that begins there
         self.lock = threading.RLock()
         self._space = AddressSpace(size, align_bytes)
 
@@ -306,6 +319,8 @@ class MemoryAllocator:
         """Take the object's memory back if nobody holds it any more. Called with the lock held."""
         if obj.metadata.ref_count == 0 and not obj.is_pinned and obj.metadata.phy_size:
             self._space.give_back(obj.metadata.address)
+            for offset_bytes in obj.offsets_bytes:
+                self.views.pop(obj.metadata.address + offset_bytes, None)
 
     def memcheck(self) -> bool:
         """Whether the books are right: used and free tile the pool, aligned, sorted, merged."""
@@ -316,6 +331,7 @@ class MemoryAllocator:
         """Let the pool go; its objects are invalid from here on. Finish copies first. May be called twice."""
         with self.lock:
             self.pool = None
+            self.views.clear()
 
 
 class HostMemoryAllocator(MemoryAllocator):

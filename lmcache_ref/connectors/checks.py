@@ -49,11 +49,16 @@ def check_objects(
         raise ArgumentError(f"memory_objs must be a list, got {type(objects).__name__}")
     if len(objects) != len(starts):
         raise ChunkError(f"{len(objects)} memory objects, {len(starts)} starts: lengths differ")
-    tensors = []
+    tensors: list[torch.Tensor] = []
+    shapes: dict[int, Any] = {}
     for index, (obj, start, end) in enumerate(zip(objects, starts, ends, strict=True)):
-        name, shape = f"memory_objs[{index}]", shape_of(end - start)
-        tensor = check_object(obj, name, fmt, loading=loading)
-        if tensor.shape != shape:
+        shape = shapes.get(end - start)
+        if shape is None:
+            shape = shapes[end - start] = shape_of(end - start)
+        tensor = obj.tensor if isinstance(obj, MemoryObj) else None
+        if tensor is None or tensor.shape != shape or (loading and obj.metadata.fmt != fmt):
+            name = f"memory_objs[{index}]"
+            tensor = check_object(obj, name, fmt, loading=loading)  # says what is wrong, unless it is the shape
             raise ChunkError(
                 f"{name} has shape {tuple(tensor.shape)}; {end - start} tokens of {fmt.name} are {tuple(shape)}"
             )
