@@ -25,15 +25,16 @@ def cache_folder() -> Path:
 
 def staging_bytes() -> int:
     """Device memory for staging, for each direction of each device: `LMCACHE_FAST_STAGING_BYTES`, by default 128 MiB."""
-    return _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES)
+    return _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES) or 0
 
 
-def zero_copy_bytes() -> int:
-    """Up to so many bytes a call, kernels reach host memory themselves: `LMCACHE_FAST_ZERO_COPY_BYTES`, by default 0."""
-    return _bytes(ZERO_COPY_BYTES, 0)
+def zero_copy_bytes() -> int | None:
+    """Up to so many bytes a call, kernels reach host memory themselves: `LMCACHE_FAST_ZERO_COPY_BYTES`; None when it is not
+    set, and the calibration says."""
+    return _bytes(ZERO_COPY_BYTES, None)
 
 
-def _bytes(name: str, default: int) -> int:
+def _bytes(name: str, default: int | None) -> int | None:
     given = os.environ.get(name, "").strip()
     if not given:
         return default

@@ -322,6 +322,7 @@ def doctor(as_json: AsJson = False) -> None:
         for choice in report.choices:
             verdicts = {choice.chosen or "none": choice.problem or "chosen", **choice.passed_over}
             rows += [{"device": choice.device_type, "backend": name, "": why} for name, why in verdicts.items()]
+            rows += [{"device": "", "backend": "", "": f"{name}: {fact}"} for name, fact in choice.facts.items()]
         screen.print(_table(f"backends; requested: {report.requested}", rows))
         screen.print(Text("the requested backend can run" if report.ok else "the requested backend cannot run here"))
     raise typer.Exit(OK if report.ok else FAILED)

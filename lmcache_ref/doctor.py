@@ -41,13 +41,14 @@ class Choice:
     """The backends for one device type.
 
     chosen: the one a call on this device would take; None when it would raise, and `problem` says why.
-    passed_over: backend -> why it is not that one.
+    passed_over: backend -> why it is not that one. facts: what the chosen one has settled for this machine.
     """
 
     device_type: str
     chosen: str | None
     problem: str | None
     passed_over: dict[str, str]
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -111,15 +112,17 @@ def list_devices() -> list[dict[str, Any]]:
 def choose(device_type: str) -> Choice:
     """Which backend serves `device_type` here, and why each other would not."""
     chosen = problem = None
+    facts: dict[str, str] = {}
     try:
-        chosen = get_backend(device=device_type).name
+        operations = get_backend(device=device_type)
+        chosen, facts = operations.name, operations.facts()
     except BackendError as error:
         problem = str(error)
     passed_over = {}
     for backend, why in explain_backends(device_type):
         if backend.name != chosen:
             passed_over[backend.name] = why or _could_run(backend.name, device_type)
-    return Choice(device_type, chosen, problem, passed_over)
+    return Choice(device_type, chosen, problem, passed_over, facts)
 
 
 def _could_run(name: str, device_type: str) -> str:

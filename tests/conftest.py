@@ -38,6 +38,9 @@ with torch.device("cpu"):
     torch.empty(0)
 
 
+# Most calls of tests are small. They go through staging, as those of a model do; zero copy has tests of its own.
+os.environ.setdefault("LMCACHE_FAST_ZERO_COPY_BYTES", "0")
+
 # Workers of xdist share the cores: threads beyond them would only wait for each other.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))

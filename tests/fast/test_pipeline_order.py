@@ -7,8 +7,10 @@ Each wait and each record of the pipeline is left out once, and that must be not
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -238,17 +240,21 @@ def on_the_device(device: SimulatedDevice) -> None:
     same(seen, expected[0], "the chunks of the first")
 
 
+def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[SimulatedDevice], None]:
+    """The same calls when kernels reach host memory."""
+
+    def run(device: SimulatedDevice) -> None:
+        with mock.patch.dict(os.environ, {ZERO_COPY_BYTES: str(1 << 20)}):
+            scenario(device)
+        assert not any(launch.startswith("keep") for launch in device.launches)
+
+    return run
+
+
+STAGED = (store_twice, store_and_free, load_twice, store_then_load, load_by_slots_on_the_device)
 SCENARIOS: dict[str, Callable[[SimulatedDevice], None]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        store_twice,
-        store_and_free,
-        load_twice,
-        store_then_load,
-        slots_on_the_device,
-        load_by_slots_on_the_device,
-        on_the_device,
-    )
+    **{scenario.__name__: scenario for scenario in (*STAGED, slots_on_the_device, on_the_device)},
+    **{f"{scenario.__name__} by zero copy": by_zero_copy(scenario) for scenario in STAGED},
 }
 
 
