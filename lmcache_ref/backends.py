@@ -46,6 +46,8 @@ class Backend:
     load: a module or object holding every operation of `OPERATIONS`, the name of a module, or a callable that
     returns either; called on first use. unavailable: says why the backend cannot run here, None when it can; must be cheap.
     speed: `auto` takes the greatest that can run. stages: it brings its own device staging, callers need not.
+    rotates: its scatter re-rotates keys where `plan.rotation` asks for it. Without it no such plan comes: connectors
+    scatter and then call `rerotate`, which gives the same bits; `lmcache_ref.scatter(rotation=...)` raises BackendError.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Backend:
     unavailable: Callable[[], str | None] = lambda: None
     speed: int = 0
     stages: bool = False
+    rotates: bool = False
 
     def serves(self, device: torch.device | str) -> bool:
         """Whether it moves memory of this device."""
@@ -62,13 +65,16 @@ class Backend:
 
 @dataclass(frozen=True)
 class Operations:
-    """A loaded backend: its operations as callables; see `OPERATIONS` for their signatures."""
+    """A loaded backend: its operations as callables; see `OPERATIONS` for their signatures. facts: what it has settled for
+    this machine, in words, where the backend has such a function."""
 
     name: str
     stages: bool
+    rotates: bool
     gather: Callable[..., Any]
     scatter: Callable[..., Any]
     rerotate: Callable[..., Any]
+    facts: Callable[[], dict[str, str]] = dict
 
 
 BACKENDS: dict[str, Backend] = {}
@@ -87,6 +93,7 @@ def register_backend(
     unavailable: Callable[[], str | None] = lambda: None,
     speed: int = 0,
     stages: bool = False,
+    rotates: bool = False,
 ) -> Backend:
     """Make a backend known; arguments as in `Backend`. Nothing is imported or loaded yet.
 
@@ -100,7 +107,7 @@ def register_backend(
         if name in BACKENDS:
             raise ArgumentError(f"backend {name!r} is already registered")
         _automatic.clear()
-        BACKENDS[name] = Backend(name, load, tuple(devices), unavailable, speed, stages)
+        BACKENDS[name] = Backend(name, load, tuple(devices), unavailable, speed, stages, rotates)
         return BACKENDS[name]
 
 
@@ -223,7 +230,9 @@ def _load(backend: Backend) -> Operations:
         if missing:
             raise _refusal(backend.name, f"lacks {', '.join(missing)} of {', '.join(OPERATIONS)}")
         operations = {name: getattr(source, name) for name in OPERATIONS}
-        return _loaded.setdefault(backend.name, Operations(backend.name, backend.stages, **operations))
+        facts = getattr(source, "facts", dict)
+        loaded = Operations(backend.name, backend.stages, backend.rotates, **operations, facts=facts)
+        return _loaded.setdefault(backend.name, loaded)
 
 
 def _read_entry_points() -> None:
@@ -252,4 +261,4 @@ def _reference() -> Any:
     return SimpleNamespace(gather=reference_gather, scatter=reference_scatter, rerotate=rerotate)
 
 
-register_backend("reference", _reference)
+register_backend("reference", _reference, rotates=True)

@@ -28,6 +28,7 @@ from .errors import (
 from .kv_cache import PagedKVCache
 from .layouts import CHUNK_AXES, CHUNK_FORMATS, Axes, canonical_view, parse_pattern
 from .memory import MemoryFormat, MemoryObj
+from .rerotation import Rerotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,8 @@ class TransferPlan:
     planes: `planes[i][kv]` for the i-th requested layer; `chunk[kv, i]` belongs to it.
     slots: int64 `[tokens of the request]`, on whatever device the caller had it.
     Tokens below `skip_prefix_n_tokens` (counted from the start of the request) and tokens of negative slot stay.
+    rotation: for a scatter: keys (kv 0) that move are re-rotated on the way, by `rope.rerotate`'s arithmetic; chunks
+    keep theirs. Given only to a backend that `rotates`.
     """
 
     cache: PagedKVCache
@@ -89,6 +92,7 @@ class TransferPlan:
     spans: tuple[ChunkSpan, ...]
     slots: torch.Tensor
     skip_prefix_n_tokens: int = 0
+    rotation: Rerotation | None = None
 
     @classmethod
     def build(
@@ -101,8 +105,9 @@ class TransferPlan:
         layers: Sequence[int] | int | None = None,
         starts: Sequence[int] | None = None,
         skip_prefix_n_tokens: int = 0,
+        rotation: Rerotation | None = None,
     ) -> TransferPlan:
-        """Check everything and name every axis. Arguments as in `lmcache_ref.gather`."""
+        """Check everything and name every axis. Arguments as in `lmcache_ref.scatter`."""
         if not isinstance(cache, PagedKVCache):
             raise ArgumentError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
         slots = checked_slots(slots)
@@ -131,7 +136,11 @@ class TransferPlan:
             if start < 0 or end > num_slots:
                 raise ChunkError(f"chunks[{index}] holds tokens [{start}, {end}) but slots covers [0, {num_slots})")
             spans.append(ChunkSpan(tensor, start, end, reading))
-        return cls(cache, planes, tuple(spans), slots, skip_prefix_n_tokens)
+        if rotation is not None:
+            if not isinstance(rotation, Rerotation):
+                raise ArgumentError(f"rotation must be a Rerotation, got {type(rotation).__name__}")
+            rotation = rotation.checked(cache, num_slots)
+        return cls(cache, planes, tuple(spans), slots, skip_prefix_n_tokens, rotation)
 
     @property
     def num_tokens(self) -> int:
@@ -142,6 +151,12 @@ class TransferPlan:
     def num_bytes(self) -> int:
         """Bytes of all chunks, skipped tokens included."""
         return sum(span.tensor.numel() * span.tensor.element_size() for span in self.spans)
+
+
+def refuse_rotation(plan: TransferPlan) -> None:
+    """What every gather begins with: ArgumentError for a plan with a rotation."""
+    if plan.rotation is not None:
+        raise ArgumentError("rotation: a gather moves bytes as they are; keys are re-rotated by a scatter only")
 
 
 def stride_bytes_of(chunk: torch.Tensor) -> tuple[int, int, int]:

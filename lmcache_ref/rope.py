@@ -104,8 +104,8 @@ def rerotate(keys: Tensor, old_positions: Tensor, new_positions: Tensor, rope: R
     StrideError before anything is written.
     """
     check_keys(keys, rope)
-    old = checked_positions("old_positions", old_positions, keys, rope)
-    new = checked_positions("new_positions", new_positions, keys, rope)
+    old = checked_positions("old_positions", old_positions, len(keys), rope).to(keys.device)
+    new = checked_positions("new_positions", new_positions, len(keys), rope).to(keys.device)
     moved = (old != new).nonzero().squeeze(1)  # the rows to rewrite
     compute_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
 
@@ -162,14 +162,14 @@ def check_keys(keys: Tensor, rope: RotarySpec) -> None:
         reach += stride * (size - 1)
 
 
-def checked_positions(name: str, positions: Tensor, keys: Tensor, rope: RotarySpec) -> Tensor:
-    """`positions` as int64 `[T]` on the device of the keys; ArgumentError for one outside the table."""
+def checked_positions(name: str, positions: Tensor, num_tokens: int, rope: RotarySpec) -> Tensor:
+    """`positions` as int64 `[T]`, where they are; ArgumentError for one outside the table. The host waits for a device."""
     if not isinstance(positions, Tensor) or positions.dtype not in POSITION_DTYPES:
         what = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise ArgumentError(f"{name}: {what}; a tensor of integers is needed")
-    if list(positions.shape) != [keys.shape[0]]:
-        raise ArgumentError(f"{name}: shape {list(positions.shape)}; [T] of keys is [{keys.shape[0]}]")
-    positions = positions.to(keys.device, torch.int64)
+    if list(positions.shape) != [num_tokens]:
+        raise ArgumentError(f"{name}: shape {list(positions.shape)}; [T] of keys is [{num_tokens}]")
+    positions = positions.to(torch.int64)
     outside = ((positions < 0) | (positions >= rope.max_position)).nonzero()
     if len(outside):
         token, last = int(outside[0]), rope.max_position - 1

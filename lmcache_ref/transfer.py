@@ -15,6 +15,8 @@ for every token t of every chunk, except tokens before the skipped prefix and to
 8. Any strides a view can have, HS contiguous, nothing overlapping.              (StrideError)
 9. Wrong input raises before anything is written.                                (ArgumentError, LayoutError, ...)
 
+A scatter may carry a rotation: the keys (kv 0) that it moves are then re-rotated on the way, and nothing else differs.
+
 What is checked lives in `plan.py`, how an engine's memory becomes planes in `discovery.py`.
 """
 
@@ -26,9 +28,11 @@ import torch
 
 from .backends import get_backend
 from .bits import word_views
+from .errors import BackendError
 from .kv_cache import PagedKVCache
 from .memory import MemoryFormat, MemoryObj
-from .plan import ChunkSpan, TransferPlan, check_slots
+from .plan import ChunkSpan, TransferPlan, check_slots, refuse_rotation
+from .rerotation import Rerotation
 
 
 class Transfer:
@@ -81,15 +85,31 @@ def scatter(
     layers: Sequence[int] | int | None = None,
     starts: Sequence[int] | None = None,
     skip_prefix_n_tokens: int = 0,
+    rotation: Rerotation | None = None,
 ) -> Transfer:
     """Chunks to engine, by the selected backend; arguments as in `gather`. The cache's slots are **written**.
 
+    rotation: re-rotate the keys that move on the way; the bits are those of a scatter and then `rope.rerotate` on the moved
+    keys in place. Positions on a device make the host wait. BackendError when the backend's scatter knows no rotation.
     Later work on the current stream sees the slots once `wait` was called on the handle.
     """
     plan = TransferPlan.build(
-        cache, slots, chunks, fmt=fmt, layers=layers, starts=starts, skip_prefix_n_tokens=skip_prefix_n_tokens
+        cache,
+        slots,
+        chunks,
+        fmt=fmt,
+        layers=layers,
+        starts=starts,
+        skip_prefix_n_tokens=skip_prefix_n_tokens,
+        rotation=rotation,
     )
-    return get_backend(device=cache.device).scatter(plan)
+    backend = get_backend(device=cache.device)
+    if rotation is not None and not backend.rotates:
+        raise BackendError(
+            f"backend {backend.name!r} does not re-rotate keys while it scatters (registered without rotates=True); "
+            f"scatter without a rotation, then call its rerotate on the keys"
+        )
+    return backend.scatter(plan)
 
 
 # -------------------------------------------------------------------------------------- the reference backend
@@ -98,6 +118,7 @@ def scatter(
 @torch.inference_mode()
 def reference_gather(plan: TransferPlan) -> Transfer:
     """Engine to chunks, as the rules say."""
+    refuse_rotation(plan)
     check_slots(plan, duplicates=False)
     for span in plan.spans:
         token, block, offset = tokens_to_move(plan, span)
@@ -116,7 +137,11 @@ def reference_scatter(plan: TransferPlan) -> Transfer:
         token, block, offset = tokens_to_move(plan, span)
         for layer, planes in enumerate(plan.planes):
             for kv, plane in enumerate(planes):
-                target, source = word_views(plane, span.chunk[kv, layer])
+                rows = span.chunk[kv, layer]
+                if plan.rotation is not None and kv == 0:
+                    rows = rows.clone(memory_format=torch.contiguous_format)
+                    plan.rotation.turn(rows, span.start)
+                target, source = word_views(plane, rows)
                 target[block, offset] = source[token].to(target.device)
     return Transfer()
 

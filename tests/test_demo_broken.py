@@ -105,13 +105,13 @@ class SGLangLayerwiseWithoutOffset(SGLangLayerwiseGPUConnector):
 
 
 class BlendsWithoutRotating(VLLMBufferLayerwiseGPUConnector):
-    def _rotate(self, call, buffer, old, new):
-        super()._rotate(call, buffer, new, new)
+    def _rotation(self, old, new):
+        return None
 
 
 class BlendsOnePositionOff(VLLMBufferLayerwiseGPUConnector):
-    def _rotate(self, call, buffer, old, new):
-        super()._rotate(call, buffer, old, torch.where(old == new, new, new + 1))
+    def _rotation(self, old, new):
+        return super()._rotation(old, torch.where(old == new, new, new + 1))
 
 
 class BlendsWithTheOtherPairing(VLLMBufferLayerwiseGPUConnector):
@@ -128,16 +128,20 @@ class BlendsWithTheUnroundedTable(VLLMBufferLayerwiseGPUConnector):
 
 
 class BlendsWithAFullGap(VLLMBufferLayerwiseGPUConnector):
-    def _rotate(self, call, buffer, old, new):
-        super()._rotate(call, buffer, old, new)
+    def _rotate(self, call, buffer, rotation):
+        super()._rotate(call, buffer, rotation)
         buffer[1, call.ends[0] - call.starts[0]] = 1
 
 
 class BlendsTheValuesToo(VLLMBufferLayerwiseGPUConnector):
-    def _rotate(self, call, buffer, old, new):
-        super()._rotate(call, buffer, old, new)
+    def _rotation(self, old, new):
+        self.moved = old, new
+        return super()._rotation(old, new)
+
+    def _rotate(self, call, buffer, rotation):
+        super()._rotate(call, buffer, rotation)
         values = buffer[1].view(-1, call.cache.num_heads, call.cache.head_size)
-        call.backend.rerotate(values, old, new, self.rope)
+        call.backend.rerotate(values, *self.moved, self.rope)
 
 
 STORED, PAGES = "stored rows hold other bytes", "bytes of paged memory are not what the load should leave"

@@ -58,8 +58,8 @@ class CpuBackend:
         """Keys to new positions, in place; see `lmcache_ref.rope.rerotate`, whose bits these are."""
         spec.check_keys(keys, rope)
         _require_host("keys", keys.device)
-        old = spec.checked_positions("old_positions", old_positions, keys, rope).contiguous()
-        new = spec.checked_positions("new_positions", new_positions, keys, rope).contiguous()
+        old = spec.checked_positions("old_positions", old_positions, len(keys), rope).cpu().contiguous()
+        new = spec.checked_positions("new_positions", new_positions, len(keys), rope).cpu().contiguous()
         table = rope.cos_sin_cache.detach().cpu()
         table = table if table.stride(1) == 1 else table.contiguous()
         rotation = describe_rotation(keys, old, new, table, rope.is_neox)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,13 @@ import torch
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import BackendError
 from lmcache_ref.plan import ChunkSpan, TransferPlan
+from lmcache_ref.rerotation import check_undoing
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
 
 from ..descriptors import describe_rotation
+from ..environment import STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes, zero_copy_bytes
+from .calibration import Calibration, calibrate
 from .device import THREADS, Arguments, CudaDevice
 from .holdings import Blocks
 from .pipeline import Lane
@@ -76,8 +78,7 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self._engines: dict[int, Engine] = {}
-        self._tables: weakref.WeakKeyDictionary[RotarySpec, dict[Any, tuple[torch.Tensor, bool]]]
-        self._tables = weakref.WeakKeyDictionary()
+        self._calibrations: dict[int, Calibration] = {}
         self._no_bad_token: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
 
@@ -107,17 +108,13 @@ class CudaBackend:
         spec.check_keys(keys, rope)
         device = self._engine("keys", keys.device).device
         with torch.no_grad(), device.guard():
-            old, new = (
-                _checked(name, positions, keys, rope)
-                for name, positions in (("old_positions", old_positions), ("new_positions", new_positions))
-            )
-            compute_dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
-            table, invertible = self._table(rope, keys.device, compute_dtype)
-            if not invertible:
-                _check_invertible(table.to(compute_dtype), old, new)
+            old = spec.checked_positions("old_positions", old_positions, len(keys), rope)
+            new = spec.checked_positions("new_positions", new_positions, len(keys), rope)
+            check_undoing(old, new, rope, keys.dtype)
             if keys.numel() == 0:
                 return
-            old, new = old.to(keys.device), new.to(keys.device)
+            old, new = old.contiguous().to(keys.device), new.contiguous().to(keys.device)
+            table = device.table(rope)
             rotation = describe_rotation(keys, old, new, table, rope.is_neox)
             rotation.bad_token = self._unused_flag(device.index).data_ptr()
             num_threads = rotation.num_tokens * rotation.num_pairs
@@ -134,18 +131,20 @@ class CudaBackend:
             with self._lock:
                 engine = self._engines.get(index)
                 if engine is None:
-                    engine = self._engines[index] = Engine(CudaDevice(index))
+                    engine = Engine(CudaDevice(index))
+                    if zero_copy_bytes() is None:
+                        self._calibrations[index] = calibrate(engine)
+                    self._engines[index] = engine
         return engine
 
-    def _table(self, rope: RotarySpec, device: torch.device, compute_dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """The table on a device, rows contiguous, and whether every rotation in it can be undone; kept."""
-        known = self._tables.setdefault(rope, {})
-        found = known.get((device, compute_dtype))
-        if found is None:
-            table = rope.cos_sin_cache.detach().to(device)
-            table = table if table.stride(1) == 1 else table.contiguous()
-            norm = _norms(table.to(compute_dtype))
-            found = known[device, compute_dtype] = (table, bool(((norm > 0) & norm.isfinite()).all()))
+    def facts(self) -> dict[str, str]:
+        """What was settled for this machine, for `lmcache-ref doctor`."""
+        found = {"staging": f"{staging_bytes() >> 20} MiB a direction ({STAGING_BYTES})"}
+        for index in self._engines:
+            known = self._calibrations.get(index)
+            ways = [f"{name} up to {size >> 10} KiB" for name, size in known.zero_copy_bytes.items()] if known else []
+            said = f"{', '.join(ways)}, measured" if known else f"up to {zero_copy_bytes() or 0} bytes"
+            found[f"zero copy on cuda:{index}"] = f"{said} ({ZERO_COPY_BYTES} sets it)"
         return found
 
     def _unused_flag(self, index: int) -> torch.Tensor:
@@ -178,21 +177,3 @@ def _near(plan: TransferPlan) -> TransferPlan:
         for span in plan.spans
     )
     return replace(plan, spans=tuple(spans))
-
-
-def _checked(name: str, positions: torch.Tensor, keys: torch.Tensor, rope: RotarySpec) -> torch.Tensor:
-    """Positions as the specification checks them, contiguous; those of the host are checked, and stay, there."""
-    on_host = isinstance(positions, torch.Tensor) and positions.device.type == "cpu"
-    like = torch.empty(keys.shape[0], 0, 0) if on_host else keys
-    return spec.checked_positions(name, positions, like, rope).contiguous()
-
-
-def _norms(rows: torch.Tensor) -> torch.Tensor:
-    """n = cos*cos + sin*sin, each operation rounded, `[rows, pair]`."""
-    cos, sin = rows.chunk(2, dim=1)
-    return cos * cos + sin * sin
-
-
-def _check_invertible(table: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
-    moved = (old != new).nonzero().squeeze(1)
-    spec._check_invertible(_norms(table[old[moved].to(table.device)]).unsqueeze(1), old, moved)

@@ -1,6 +1,7 @@
 """The few verbs that the pipeline speaks to a CUDA device: streams, events, copies, launches, memory.
 
-Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize` and `fetch`. The device must
+Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize`, `fetch` and
+`table`, once for each. The device must
 be current (`guard`). What is ordered after what, the pipeline says; tests run it on a simulated device of the same verbs.
 """
 
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from lmcache_ref.rope import RotarySpec
 
 from .compile import Kernels
 
@@ -74,6 +78,7 @@ class CudaDevice:
         self.index = index
         self._runtime, self._driver, self._pinned = runtime, driver, pinned_memory
         self._events: list[int] = []
+        self._tables: weakref.WeakKeyDictionary[RotarySpec, torch.Tensor] = weakref.WeakKeyDictionary()
         with self.guard():
             torch.cuda.current_stream(index).synchronize()  # torch makes the context
             self.kernels = Kernels()
@@ -160,6 +165,16 @@ class CudaDevice:
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
         stream.synchronize()  # idle, unless a debugging aid fills fresh memory
         return Memory(tensor.data_ptr(), num_bytes, tensor)
+
+    def table(self, rope: RotarySpec) -> torch.Tensor:
+        """A rotation's table in device memory, rows contiguous; kept as long as `rope`. Any stream may read it."""
+        known = self._tables.get(rope)
+        if known is None:
+            table = rope.cos_sin_cache.detach().to(torch.device("cuda", self.index))
+            known = table if table.stride(1) == 1 else table.contiguous()
+            torch.cuda.current_stream(self.index).synchronize()
+            self._tables[rope] = known
+        return known
 
     def pinned_memory(self, num_bytes: int) -> Memory:
         """Page-locked host memory."""

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ChunkError
 from ..kv_cache import PagedKVCache
 from ..memory import MemoryFormat, MemoryObj
 from ..plan import TransferPlan
+from ..rerotation import Rerotation
 from ..rope import RotarySpec
 from .checks import check_ascending
 from .layerwise import LayerwiseCall, LayerwiseConnector, LoadGenerator
@@ -26,8 +27,9 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
     layers are in flight when loading, else one. buffer_tokens: the longest span `[starts[0], ends[-1])` of a call.
 
     Load, for layer i: (1) bring it to a buffer, (2) move its keys from `metadata.cached_positions` to their places
-    in the span and zero the gaps between chunks, (3) write the whole span, gaps included, to the engine's slots. Stages 1
-    and 2 are done when `send` of layer i returns; until the next `send` (or `next`), which runs stage 3, `get_kv(i)`
+    in the span and zero the gaps between chunks, (3) write the whole span, gaps included, to the engine's slots. A
+    backend that `rotates` moves the keys on their way in stage 1; of another one `rerotate` is called. Stages 1 and 2
+    are done when `send` of layer i returns; until the next `send` (or `next`), which runs stage 3, `get_kv(i)`
     is the layer and may be edited in place.
 
     Chunks must ascend without overlap (ChunkError). `sync` is optional (true). A second open load raises. MLA: there
@@ -87,15 +89,15 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
                 call.plan(
                     objects, layer, loading=True
                 )  # for its checks; the objects go to the buffer, not to the slots
-                old, new = self._positions(objects, call, layer)
+                rotation = self._rotation(*self._positions(objects, call, layer))
                 buffer = buffers[layer % len(buffers)]
                 if not self.use_double_buffer:
                     self._write_back(call)
                     call.settle("wait")  # before the one buffer takes the next layer
-                self._bring(call, objects, buffer)
+                self._bring(call, objects, buffer, rotation if call.backend.rotates else None)
                 self._write_back(call)
                 call.settle("wait")
-                self._rotate(call, buffer, old, new)
+                self._rotate(call, buffer, None if call.backend.rotates else rotation)
                 self._layer = (layer, buffer) if call.starts else None
             yield
             self._write_back(call)
@@ -104,8 +106,16 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
 
     # ------------------------------------------------------------------------------------------ the three stages
 
-    def _bring(self, call: LayerwiseCall, objects: Sequence[MemoryObj], buffer: torch.Tensor) -> None:
-        """Stage 1: the objects side by side in the buffer, which is a cache of one token a block."""
+    def _rotation(self, old: torch.Tensor, new: torch.Tensor) -> Rerotation | None:
+        """From `old` to `new` positions of the span; None where no key moves."""
+        if self.rope is None or torch.equal(old, new):
+            return None
+        return Rerotation(old, new, self.rope)
+
+    def _bring(
+        self, call: LayerwiseCall, objects: Sequence[MemoryObj], buffer: torch.Tensor, rotation: Rerotation | None
+    ) -> None:
+        """Stage 1: the objects side by side in the buffer, a cache of one token a block; keys are rotated if asked."""
         if not call.starts:
             return
         first, span = call.starts[0], buffer.shape[1]
@@ -117,16 +127,17 @@ class VLLMBufferLayerwiseGPUConnector(LayerwiseConnector):
             objects,
             fmt=self.fmt,
             starts=[start - first for start in call.starts],
+            rotation=rotation,
         )
         call.pending.append(self.run("scatter", plan, objects, backend=call.backend, staged=False))
 
-    def _rotate(self, call: LayerwiseCall, buffer: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Stage 2: gaps become zero, keys move from `old` to `new` positions; in place."""
+    def _rotate(self, call: LayerwiseCall, buffer: torch.Tensor, rotation: Rerotation | None) -> None:
+        """Stage 2: gaps become zero, keys that stage 1 did not rotate are rotated; in place."""
         for end, start in zip(call.ends, call.starts[1:], strict=False):
             buffer[:, end - call.starts[0] : start - call.starts[0]].zero_()
-        if self.rope is not None and not torch.equal(old, new):
+        if rotation is not None:
             keys = buffer[0].view(-1, call.cache.num_heads, call.cache.head_size)
-            call.backend.rerotate(keys, old, new, self.rope)
+            call.backend.rerotate(keys, rotation.old_positions, rotation.new_positions, rotation.rope)
 
     def _write_back(self, call: LayerwiseCall) -> None:
         """Stage 3: the buffered layer, gaps included, goes to the engine's slots and leaves the buffer."""
