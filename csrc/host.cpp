@@ -53,29 +53,25 @@ void copy_row(char* target, const char* source, i64 bytes, bool stream) {
         std::memcpy(target, source, bytes);
 }
 
-// Short rows of the engine lie in many pages, which the CPU does not foresee; it is told this many bytes ahead.
-constexpr i64 kShortRowBytes = 1024, kAheadBytes = 4096;
-
-void announce_row(const Move& move, const Item& item, i64 row) {
-    i64 bad_token;
-    const Row found = row_at(move, item, row, &bad_token);
-    if (!found.moves) return;
-    for (i64 done = 0; done < move.piece_bytes; done += kLineBytes)
-        __builtin_prefetch(reinterpret_cast<const char*>(found.plane_address + done), 0, 0);
-}
-
+// Rows that follow each other on both sides, as those of one block often do, are moved as one.
 void move_item(const Move& move, const Item& item, bool scatter, bool stream) {
     const i64 rows = item.num_tokens * move.pieces_per_token;
-    const i64 ahead = scatter || move.piece_bytes >= kShortRowBytes ? rows : kAheadBytes / move.piece_bytes;
-    for (i64 row = 0; row < rows; ++row) {
-        if (row + ahead < rows) announce_row(move, item, row + ahead);
+    u64 plane = 0, chunk = 0;
+    i64 bytes = 0;
+    for (i64 row = 0; row <= rows; ++row) {
         i64 bad_token;
-        const Row found = row_at(move, item, row, &bad_token);
-        if (!found.moves) continue;
-        char* plane = reinterpret_cast<char*>(found.plane_address);
-        char* chunk = reinterpret_cast<char*>(found.chunk_address);
-        if (scatter) copy_row(plane, chunk, move.piece_bytes, stream);
-        else copy_row(chunk, plane, move.piece_bytes, stream);
+        Row found = {0, 0, false};
+        if (row < rows) found = row_at(move, item, row, &bad_token);
+        if (found.moves && found.plane_address == plane + bytes && found.chunk_address == chunk + bytes) {
+            bytes += move.piece_bytes;
+            continue;
+        }
+        char* page = reinterpret_cast<char*>(plane);
+        char* home = reinterpret_cast<char*>(chunk);
+        if (bytes > 0) scatter ? copy_row(page, home, bytes, stream) : copy_row(home, page, bytes, stream);
+        plane = found.plane_address;
+        chunk = found.chunk_address;
+        bytes = found.moves ? move.piece_bytes : 0;
     }
 }
 
