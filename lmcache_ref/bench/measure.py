@@ -24,9 +24,13 @@ BUSY_CYCLES, BUSY_CYCLES_PER_CALL = 2_000_000, 60_000  # about 1 ms, and 30 us f
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], Any]], once: Callable[[Callable[[], Any]], float], repeats: int
+    runs: Mapping[str, Callable[[], Any]],
+    once: Callable[[Callable[[], Any]], float],
+    repeats: int,
+    of_all: Callable[[list[float]], float] = statistics.median,
 ) -> Seconds:
-    """The median of `once(run)`, in seconds, for each run, taken in turn so that a slow moment meets them all.
+    """The median (or another `of_all`) of `once(run)`, in seconds, for each run, taken in turn so that a slow moment meets
+    them all.
 
     Every run is warmed up once. One that raises is left out from there on, and its exception stands for its time.
     """
@@ -41,7 +45,7 @@ def interleaved(
                 continue
             if round_number:
                 taken[name].append(seconds)
-    return {name: failed[name] if name in failed else statistics.median(taken[name]) for name in runs}
+    return {name: failed[name] if name in failed else of_all(taken[name]) for name in runs}
 
 
 class HostClock:
@@ -182,7 +186,8 @@ def clock_of(device: torch.device) -> HostClock:
 
 
 def ceilings(clock: HostClock, host: torch.Tensor, repeats: int) -> dict[str, float]:
-    """GB/s of plain copies: device to host, host to device, both at once (sum), device to device (read + written).
+    """GB/s of plain copies, each the best of all repeats: device to host, host to device, both at once (sum), device to device
+    (read + written).
 
     host: uint8, pinned where that means something; overwritten.
     """
@@ -203,8 +208,8 @@ def ceilings(clock: HostClock, host: torch.Tensor, repeats: int) -> dict[str, fl
         down()
         up()
 
-    taken = interleaved({"d2h": down, "h2d": up, "both": both}, clock.whole, repeats)
-    taken |= interleaved({"device": lambda: two.copy_(one)}, clock.on_device, repeats)
+    taken = interleaved({"d2h": down, "h2d": up, "both": both}, clock.whole, repeats, min)
+    taken |= interleaved({"device": lambda: two.copy_(one)}, clock.on_device, repeats, min)
     moved = {"d2h": size, "h2d": size, "both": 2 * size, "device": 2 * size}
     rates = {}
     for name, seconds in taken.items():
