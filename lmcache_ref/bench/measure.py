@@ -186,7 +186,7 @@ def clock_of(device: torch.device) -> HostClock:
 
 
 def ceilings(clock: HostClock, host: torch.Tensor, repeats: int) -> dict[str, float]:
-    """GB/s of plain copies, each the best of all repeats: device to host, host to device, both at once (sum), device to device
+    """GB/s of plain copies, the best of all repeats: device to host, host to device, both at once (sum), device to device
     (read + written).
 
     host: uint8, pinned where that means something; overwritten.
