@@ -77,6 +77,7 @@ class Lane:
         self._streams = [device.new_stream(urgent=True) for _ in range(PLACES)]
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
+        self.zero_copy_bytes = 0  # calls up to here reach host memory by kernels; found by `calibration.py`
         self._ring: Ring | None = None
         self._under_way: deque[CudaTransfer] = deque()
         self._lock = threading.Lock()
@@ -106,10 +107,11 @@ class Lane:
             if not on_host:
                 return self._direct(plan, slots, planes, first_layer, list(moved_parts(plan)), MOST_BLOCKS)
             num_bytes = num_tokens * len(plan.planes) * plan.cache.kv_size * planes.token_bytes
-            if num_bytes <= zero_copy_bytes():
+            asked = zero_copy_bytes()
+            if num_bytes <= (self.zero_copy_bytes if asked is None else asked):
                 mapped = self._mapped(plan)
                 if mapped is not None:
-                    return self._direct(plan, slots, planes, first_layer, mapped, ZERO_COPY_BLOCKS)
+                    return self._direct(plan, slots, planes, first_layer, mapped, ZERO_COPY_BLOCKS, self._streams[0])
             return self._staged(plan, slots, planes, first_layer, num_bytes)
 
     def _reap(self) -> None:
@@ -193,9 +195,11 @@ class Lane:
     def _direct(
         self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, parts: list[Part],
         most_blocks: int,
+        stream: int | None = None,
     ) -> Transfer:  # fmt: skip
-        """One launch on the current stream."""
-        device, current = self._device, self._device.current()
+        """One launch, on the current stream unless another one is given."""
+        device = self._device
+        stream = device.current() if stream is None else stream
         tile_tokens = tile_tokens_of(planes)
         rows: list[int] = []
         first_tile = 0
@@ -204,13 +208,13 @@ class Lane:
             first_tile += -(-num_tokens // tile_tokens)
         width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, *(x for part in parts for x in (part[0], *part[1])))
         travels = len(parts) <= CHUNKS_IN_BATCH
-        call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, current)
+        call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, stream)
         self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
         units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
-        device.launch(call.kernel, current, self._arguments, min(most_blocks, units))
+        device.launch(call.kernel, stream, self._arguments, min(most_blocks, units))
         if slots.reports:
-            self._fetch_flag(call, current)
-        return self._begun(call, [device.record(current)])
+            self._fetch_flag(call, stream)
+        return self._begun(call, [device.record(stream)])
 
     def _point(self, rows: list[int] | None, table: int, num_chunks: int, num_tiles: int) -> None:
         """Let the batch have these chunks: rows that travel with the launch, or a table on the device."""
