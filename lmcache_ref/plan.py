@@ -53,24 +53,21 @@ class ChunkSpan:
     """One chunk: `chunk[kv, layer]` is `[T, NH, HS]`, a view of the caller's `tensor`; its rows are the request's tokens
     `[start, end)`.
 
-    The view is made when it is asked for: who moves by addresses needs only the tensor and `stride_bytes`.
+    stride_bytes: of TWO, NL and T in the view, 0 for an axis of length one. The view is made when it is asked for: who moves
+    by addresses needs only these and the tensor.
     """
 
-    __slots__ = ("_reading", "end", "start", "tensor")
+    __slots__ = ("_reading", "end", "start", "stride_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, start: int, end: int, reading: ChunkReading | None = None):
         """reading: None for a tensor that is `[TWO, NL, T, NH, HS]` already."""
         self.tensor, self.start, self.end, self._reading = tensor, start, end, reading
+        self.stride_bytes = stride_bytes_of(tensor) if reading is None else reading.stride_bytes
 
     @property
     def chunk(self) -> torch.Tensor:
         """The view `[TWO, NL, T, NH, HS]`."""
         return self.tensor if self._reading is None else self._reading.view(self.tensor)
-
-    @property
-    def stride_bytes(self) -> tuple[int, int, int]:
-        """Of TWO, NL and T in the view, 0 for an axis of length one."""
-        return stride_bytes_of(self.tensor) if self._reading is None else self._reading.stride_bytes
 
     def __repr__(self) -> str:
         return f"ChunkSpan([{self.start}, {self.end}), {tuple(self.chunk.shape)} {self.tensor.dtype})"
@@ -215,7 +212,14 @@ def check_slot_values(
     if not spans:
         return
     limit = cache.num_slots
-    used = torch.cat([torch.arange(max(start, skip), end) for start, end in spans if end > max(start, skip)] or [_NONE])
+    runs: list[list[int]] = []  # of used tokens
+    for start, end in spans:
+        start = max(start, skip)
+        if runs and runs[-1][1] == start < end:
+            runs[-1][1] = end
+        elif start < end:
+            runs.append([start, end])
+    used = torch.cat([torch.arange(*run) for run in runs] or [_NONE])
     slot = slots.cpu()[used]
     if slot.numel() and int(slot.max()) >= limit:
         bad = int(used[(slot >= limit).nonzero()[0]])
@@ -223,12 +227,12 @@ def check_slot_values(
         raise SlotRangeError(f"slots[{bad}] = {int(slots[bad])}: the cache has {counted} slots")
     if duplicates:
         kept, token = slot[slot >= 0], used[slot >= 0]
+        if int(torch.zeros(limit, dtype=torch.bool).index_fill_(0, kept, True).sum()) == len(kept):
+            return
         ordered, order = kept.sort(stable=True)
-        twice = (ordered[1:] == ordered[:-1]).nonzero()
-        if len(twice):
-            at = int(twice[0])
-            first, second = (int(token[order[i]]) for i in (at, at + 1))
-            raise DuplicateSlotError(f"slots[{first}] and slots[{second}] are both {int(ordered[at])}: a write is lost")
+        at = int((ordered[1:] == ordered[:-1]).nonzero()[0])
+        first, second = (int(token[order[i]]) for i in (at, at + 1))
+        raise DuplicateSlotError(f"slots[{first}] and slots[{second}] are both {int(ordered[at])}: a write is lost")
 
 
 _NONE = torch.empty(0, dtype=torch.int64)

@@ -255,7 +255,7 @@ def test_ranges_are_named_where_cuda_is(monkeypatch, way):
     with use_backend("reference"):
         bench.load(objects, [(0, 2)], torch.tensor([3, 1]))
         assert opened == []
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         bench.store(objects, [(0, 2)], torch.tensor([3, 1]))
         bench.load(objects, [(0, 2)], torch.tensor([3, 1]))
     assert opened and {text.partition(".")[0] for text in opened} == {TABLE[way].__name__}

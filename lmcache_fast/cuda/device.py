@@ -135,21 +135,24 @@ class CudaDevice:
         by part.
         """
         kind = self._runtime.memcpyDefault
-        if not seams:
-            self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
-            return
         try:
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
         except self._runtime.CUDARuntimeError:
+            if not seams:
+                raise
             for begin, end in itertools.pairwise((0, *seams, num_bytes)):
                 self._runtime.memcpyAsync(target + begin, source + begin, end - begin, kind, stream)
 
     def copy_rows(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int, stream: int
     ) -> None:
-        """`height` runs of `width` bytes, pitches from one to the next; else as `copy`."""
+        """`height` runs of `width` bytes, pitches from one to the next; else as `copy`, a seam before every run."""
         kind = self._runtime.memcpyDefault
-        self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, kind, stream)
+        try:
+            self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, kind, stream)
+        except self._runtime.CUDARuntimeError:
+            for row in range(height):
+                self._runtime.memcpyAsync(target + row * target_pitch, source + row * source_pitch, width, kind, stream)
 
     def launch(self, kernel: str, stream: int, arguments: Arguments, num_blocks: int) -> None:
         """Run a kernel of csrc; the structures are copied by the call."""

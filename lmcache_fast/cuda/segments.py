@@ -33,21 +33,20 @@ class Copy:
 
     def joins(self, home: int, packed: int, width: int) -> bool:
         """Whether this copy can move one more run of bytes; then it does."""
-        if self.height == 1:
-            home_pitch, packed_pitch = home - self.home, packed - self.packed
-            if home_pitch == self.width == packed_pitch:
-                self.seams.append(self.width)
-                self.width += width
-                return True
-            if not width <= home_pitch <= LONGEST_PITCH_BYTES:
+        if self.height > 1:
+            follows = self.home + self.height * self.home_pitch, self.packed + self.height * self.packed_pitch
+            if width != self.width or (home, packed) != follows:
                 return False
-        else:
-            home_pitch, packed_pitch = self.home_pitch, self.packed_pitch
-            if home != self.home + self.height * home_pitch or packed != self.packed + self.height * packed_pitch:
-                return False
-        if width != self.width:
+            self.height += 1
+            return True
+        home_pitch, packed_pitch = home - self.home, packed - self.packed
+        if home_pitch == self.width == packed_pitch:
+            self.seams.append(self.width)
+            self.width += width
+            return True
+        if width != self.width or not width <= home_pitch <= LONGEST_PITCH_BYTES:
             return False
-        self.height, self.home_pitch, self.packed_pitch, self.seams = self.height + 1, home_pitch, packed_pitch, []
+        self.height, self.home_pitch, self.packed_pitch, self.seams = 2, home_pitch, packed_pitch, []
         return True
 
 

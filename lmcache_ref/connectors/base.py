@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,12 +31,13 @@ Self = TypeVar("Self", bound="PagedConnector")
 
 
 def nvtx(call: F) -> F:
-    """Put an NVTX range named `Class.method` around a connector call where CUDA is."""
+    """Put an NVTX range named `Class.method` around a connector call where CUDA is in use."""
 
     @functools.wraps(call)
     def ranged(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cuda = torch.cuda.is_available()
-        with torch.cuda.nvtx.range(f"{type(self).__name__}.{call.__name__}") if cuda else nullcontext():
+        if not torch.cuda.is_initialized():
+            return call(self, *args, **kwargs)
+        with torch.cuda.nvtx.range(f"{type(self).__name__}.{call.__name__}"):
             return call(self, *args, **kwargs)
 
     return ranged  # type: ignore[return-value]

@@ -33,7 +33,9 @@ SLOTS = {
 BLOCKS, CHUNK_BLOCKS = [5, 1, 0, 6, 3, 2], 2
 
 WHOLE_MODEL = {
-    "multi_layer_kv_transfer": (0, 1, 2, 3, 5, 6, 7),
+    # It has a kernel for format 0 too, which reads outside all memory (an illegal access on an H200) when it is given the one
+    # base pointer that its block function takes for that format; a process does not survive that, so it is not called.
+    "multi_layer_kv_transfer": (1, 2, 3, 5, 6, 7),
     "multi_layer_kv_transfer_unilateral": (3, 4, 5),
 }
 ONE_LAYER = (1, 2, 3, 6, 7)

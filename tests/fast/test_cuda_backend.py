@@ -95,6 +95,35 @@ def test_real_sizes(layout, direction):
     run_case(Case.parse(f"{layout}-{direction}-KV_2LTD-bfloat16-real"), "cuda", "cuda")
 
 
+@on_gpu
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("gap_bytes", [0, 4096])
+def test_chunks_of_equal_distance_in_allocations_of_their_own(gap_bytes, direction, cuda):
+    """One copy for all of them is tried, which CUDA refuses: each is page-locked by itself."""
+    from cupy.cuda import runtime
+
+    page = torch.full((12 * 8192,), 0x5A, dtype=torch.uint8)
+    begin = -page.data_ptr() % 4096
+    steps = [begin + i * (4096 + gap_bytes) for i in range(4)]
+    chunks = [page[step : step + 4096].view(1, 1, 16, 256) for step in steps]
+    cache_memory = torch.arange(16 * 16 * 256, device="cuda").to(torch.uint8).view(1, 16, 16, 1, 256)
+    cache = PagedKVCache(((cache_memory[0],),))
+    slots = torch.randperm(256)[:64]
+    for chunk in chunks:
+        runtime.hostRegister(chunk.data_ptr(), 4096, 0)
+    try:
+        if direction == "scatter":
+            for number, chunk in enumerate(chunks):
+                chunk.copy_(torch.full_like(chunk, number + 1))
+        plan = TransferPlan.build(cache, slots, chunks, fmt=MemoryFormat.KV_MLA_FMT)
+        getattr(cuda, direction)(plan).synchronize()
+        rows = cache_memory.view(256, 256).cpu()[slots]
+        assert torch.equal(torch.cat([chunk.view(16, 256) for chunk in chunks]), rows)
+    finally:
+        for chunk in chunks:
+            runtime.hostUnregister(chunk.data_ptr())
+
+
 # ------------------------------------------------------------------------------------------------ one request
 
 
