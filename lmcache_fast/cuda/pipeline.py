@@ -9,6 +9,7 @@ event: while one place is copied, another one is gathered. Chunks on the device 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -246,12 +247,19 @@ class Lane:
         device = self._device
         move = self._gather if self._operation == "gather" else self._scatter
         streams: dict[int, None] = {}
-        for segment in segments:
-            place = ring.next()
-            if place.stream not in streams:
-                streams[place.stream] = device.wait(place.stream, ready)
-            self._describe_segment(segment, place)
-            move(call, segment, place)
+        try:
+            for segment in segments:
+                place = ring.next()
+                if place.stream not in streams:
+                    streams[place.stream] = device.wait(place.stream, ready)
+                self._describe_segment(segment, place)
+                move(call, segment, place)
+        except BaseException:  # there will be no handle, and what was begun still uses the caller's memory
+            for stream in streams:
+                with contextlib.suppress(Exception):
+                    device.synchronize(device.record(stream))
+            self._blocks.give_back(call.uploaded.block)
+            raise
         if not call.slots.reports:
             return [device.record(stream) for stream in streams]
         last, *others = streams

@@ -74,6 +74,7 @@ class SimulatedDevice:
     seed: int = 0
     left_out: tuple[str, int] | None = None
     pageable: Spans = field(default_factory=list)
+    launches_left: int | None = None  # then launching fails; None: it never does
 
     index = 0
     num_multiprocessors = 2
@@ -151,6 +152,10 @@ class SimulatedDevice:
 
     def launch(self, kernel: str, stream: int, arguments: Arguments, num_blocks: int) -> None:
         assert num_blocks > 0
+        if self.launches_left is not None:
+            self.launches_left -= 1
+            if self.launches_left < 0:
+                raise RuntimeError("this launch fails")
         batch, *homes = (type(structure).from_buffer_copy(structure) for structure in arguments.structures)
         name, width = kernel.split("_")
         assert len(homes) == (name == "keep")

@@ -240,6 +240,24 @@ def on_the_device(device: SimulatedDevice) -> None:
     same(seen, expected[0], "the chunks of the first")
 
 
+def a_launch_that_fails(device: SimulatedDevice) -> None:
+    """The third segment of a call cannot be launched: the error comes when nothing uses the caller's memory any more, and the
+    next call works."""
+    world = World(device)
+    for direction in (world.store, world.load):
+        device.launches_left = 2
+        with pytest.raises(RuntimeError, match="this launch fails"):
+            direction(world.plan(0))
+        device.host_writes(world.pools[0], FILL)
+        device.host_writes(world.memory, FILL)
+    device.launches_left = None
+    plan = world.plan(1)
+    world.store(plan).synchronize()
+    same(device.host_reads(world.pools[1]), world.gathered(plan, 1), "the next call's pool")
+    device.finish()
+    assert bool((world.pools[0].view(torch.uint8) == FILL).all()), "a copy came after the error"
+
+
 def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[SimulatedDevice], None]:
     """The same calls when kernels reach host memory."""
 
@@ -252,8 +270,9 @@ def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[Simul
 
 
 STAGED = (store_twice, store_and_free, load_twice, store_then_load, load_by_slots_on_the_device)
+OTHERS_TOO = (slots_on_the_device, on_the_device, a_launch_that_fails)
 SCENARIOS: dict[str, Callable[[SimulatedDevice], None]] = {
-    **{scenario.__name__: scenario for scenario in (*STAGED, slots_on_the_device, on_the_device)},
+    **{scenario.__name__: scenario for scenario in (*STAGED, *OTHERS_TOO)},
     **{f"{scenario.__name__} by zero copy": by_zero_copy(scenario) for scenario in STAGED},
 }
 
