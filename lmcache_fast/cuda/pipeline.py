@@ -41,7 +41,7 @@ from .device import Arguments
 from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Slots, Uploaded
 from .segments import ALIGN_BYTES, Part, Segment, cut, home_rows
 
-STAGED_BLOCKS = 264  # thread blocks of a staged launch: a short burst on a quarter of the threads of an H200
+STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
 ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
 MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
 PLANES_PER_UNIT = 4

@@ -11,7 +11,8 @@ import torch
 from lmcache_fast.cuda import calibration
 from lmcache_fast.cuda.backend import CudaBackend
 from lmcache_fast.cuda.calibration import SIZES, Calibration, calibrate, largest_winner
-from lmcache_fast.environment import CACHE_FOLDER, ZERO_COPY_BYTES, zero_copy_bytes
+from lmcache_fast.environment import CACHE_FOLDER, STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes, zero_copy_bytes
+from lmcache_ref.errors import BackendError
 
 FOUND = Calibration(
     {"gather": 65536, "scatter": 0}, {"gather": {"65536": [3.0, 2.0]}, "scatter": {"65536": [2.0, 3.0]}}
@@ -71,6 +72,12 @@ def test_the_environment_overrides_it(monkeypatch):
     assert zero_copy_bytes() == 4096
     monkeypatch.delenv(ZERO_COPY_BYTES)
     assert zero_copy_bytes() is None
+
+
+def test_staging_bytes_must_be_a_number(monkeypatch):
+    monkeypatch.setenv(STAGING_BYTES, "128M")
+    with pytest.raises(BackendError, match="LMCACHE_FAST_STAGING_BYTES='128M'; allowed: a number of bytes"):
+        staging_bytes()
 
 
 def test_facts_for_the_doctor(monkeypatch):

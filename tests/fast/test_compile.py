@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lmcache_fast.cpu import compile as compile_module
 from lmcache_fast.cpu.compile import load_library
+from lmcache_fast.cuda import compile as cuda_compile
 from lmcache_ref import backends
-from lmcache_ref.backends import get_backend
+from lmcache_ref.backends import explain_backends, get_backend
 from lmcache_ref.errors import BackendError
 
 SOURCE = 'extern "C" int answer() { return %d; }\n'
@@ -185,3 +187,24 @@ subprocess.run(["true"])
 assert events
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_sources_are_whole_and_have_every_kernel():
+    text = {name: cuda_compile.source_text(name) for name in cuda_compile.SOURCES}
+    for name, source in text.items():
+        assert "#include" not in source, name
+        assert source.count("struct Plane {") == 1, name
+    assert "LMC_KERNELS(16, uint4)" in text["transfer.cu"] and "LMC_KEEP(16, uint4)" in text["keep.cu"]
+
+
+def test_without_a_device_it_says_why(monkeypatch):
+    backend = next(backend for backend, _ in explain_backends() if backend.name == "cuda")
+    assert (backend.devices, backend.stages, backend.speed) == (("cuda",), True, 20)
+    monkeypatch.setattr(cuda_compile.importlib.util, "find_spec", lambda name: None)
+    assert "cupy is not installed" in cuda_compile.unavailable()
+    monkeypatch.setattr(cuda_compile.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_compile.unavailable() == "no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cuda_compile.unavailable() is None

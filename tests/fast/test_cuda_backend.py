@@ -11,20 +11,16 @@ import math
 
 import pytest
 import torch
-from rotations import KEY_DTYPES, ROTARY_DIMS, STRIDES, compare, compare_every_value_of_two_bytes, storage, table
 
 from helpers import assert_same, untouched
-from lmcache_fast.cuda import compile as cuda_compile
-from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes
-from lmcache_ref import rope as spec
-from lmcache_ref.backends import explain_backends, get_backend
+from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
+from lmcache_ref.backends import get_backend
 from lmcache_ref.conformance import Case, all_cases, expected_count, run_case
-from lmcache_ref.errors import ArgumentError, BackendError, DuplicateSlotError, SlotRangeError
+from lmcache_ref.errors import BackendError, DuplicateSlotError, SlotRangeError
 from lmcache_ref.kv_cache import PagedKVCache
 from lmcache_ref.layouts import LAYOUTS
 from lmcache_ref.memory import HostMemoryAllocator, MemoryFormat, PinMemoryAllocator
 from lmcache_ref.plan import TransferPlan
-from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import reference_gather, reference_scatter
 
 on_gpu = pytest.mark.gpu
@@ -33,36 +29,6 @@ NL, NB, BS, NH, HS, CHUNK = 4, 40, 16, 2, 64, 48
 NUM_CHUNKS = 6
 T = CHUNK * NUM_CHUNKS
 SOME_SEGMENTS = 300_000  # bytes of staging: a chunk is 98304
-
-
-# ------------------------------------------------------------------------------------------------ without a GPU
-
-
-def test_sources_are_whole_and_have_every_kernel():
-    text = {name: cuda_compile.source_text(name) for name in cuda_compile.SOURCES}
-    for name, source in text.items():
-        assert "#include" not in source, name
-        assert source.count("struct Plane {") == 1, name
-    assert "LMC_KERNELS(16, uint4)" in text["transfer.cu"] and "LMC_KEEP(16, uint4)" in text["keep.cu"]
-
-
-def test_without_a_device_it_says_why(monkeypatch):
-    backend = next(backend for backend, _ in explain_backends() if backend.name == "cuda")
-    assert (backend.devices, backend.stages, backend.speed) == (("cuda",), True, 20)
-    monkeypatch.setattr(cuda_compile.importlib.util, "find_spec", lambda name: None)
-    assert "cupy is not installed" in cuda_compile.unavailable()
-    monkeypatch.setattr(cuda_compile.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda_compile.unavailable() == "no CUDA device"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cuda_compile.unavailable() is None
-
-
-def test_staging_bytes_must_be_a_number(monkeypatch):
-    monkeypatch.setenv(STAGING_BYTES, "128M")
-    with pytest.raises(BackendError, match="LMCACHE_FAST_STAGING_BYTES='128M'; allowed: a number of bytes"):
-        staging_bytes()
 
 
 # ------------------------------------------------------------------------------------------------ every layout
@@ -397,64 +363,10 @@ def test_no_call_waits_on_the_host(cuda):
         transfer.synchronize()
 
 
-# ------------------------------------------------------------------------------------------------ rotation
-
-
-def on_device(cuda, keys, old, new, rope, positions_on="cpu"):
-    """Rotate on the device what the host has, whole storage there and back."""
-    flat = torch.empty(0, dtype=keys.dtype).set_(keys.untyped_storage())
-    moved = flat.cuda()
-    view = moved.as_strided(keys.shape, keys.stride(), keys.storage_offset())
-    cuda.rerotate(view, old.to(positions_on), new.to(positions_on), rope)
-    flat.copy_(moved.cpu())
-
-
-@on_gpu
-@pytest.mark.parametrize("is_neox", [True, False], ids=["neox", "gptj"])
-@pytest.mark.parametrize("table_dtype", KEY_DTYPES, ids=str)
-@pytest.mark.parametrize("key_dtype", KEY_DTYPES, ids=str)
-def test_rotation_bits(key_dtype, table_dtype, is_neox, cuda):
-    for strides, rotary_dim, where in itertools.product(STRIDES, ROTARY_DIMS, ("cpu", "cuda")):
-        rope = RotarySpec(table(rotary_dim, table_dtype), is_neox)
-
-        def rotate(keys, old, new, rope, where=where):
-            on_device(cuda, keys, old, new, rope, where)
-
-        assert compare(rotate, spec.rerotate, strides, key_dtype, rope) > 0
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_finite_value_of_two_bytes(dtype, cuda):
-    def rotate(keys, old, new, rope):
-        on_device(cuda, keys, old, new, rope)
-
-    assert compare_every_value_of_two_bytes(rotate, spec.rerotate, dtype) > 60000
-
-
-@on_gpu
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_rotation_refuses_before_anything_is_written(where, cuda):
-    keys = torch.randn(3, 2, 4, device="cuda")
-    before = keys.clone()
-    rows = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
-    rope = RotarySpec(rows, True)
-    good, bad = torch.tensor([0, 0, 0], device=where), torch.tensor([0, 1, 0], device=where)
-    with pytest.raises(ArgumentError, match=r"old_positions\[1\] = 1: n = cos"):
-        cuda.rerotate(keys, bad, good, rope)
-    with pytest.raises(ArgumentError, match=r"new_positions\[1\] = 2 is outside the table"):
-        cuda.rerotate(keys, good, bad * 2, rope)
-    assert torch.equal(keys, before)
-    cuda.rerotate(keys, bad, bad, rope)  # nothing moves
-    assert torch.equal(keys, before)
-
-
 @on_gpu
 def test_memory_of_the_host_is_refused(cuda):
     with pytest.raises(BackendError, match="the KV cache is on cpu"):
         cuda.gather(World().plan(on_host=True))
-    with pytest.raises(BackendError, match="keys is on cpu"):
-        cuda.rerotate(torch.zeros(1, 1, 2), torch.zeros(1).long(), torch.zeros(1).long(), RotarySpec(torch.ones(2, 2)))
 
 
 # ------------------------------------------------------------------------------------------------ far addresses
@@ -479,8 +391,3 @@ def test_11_offsets_past_two_to_the_31(cuda):
     back = untouched(576, torch.uint8).view(1, 1, 1, 576)
     cuda.gather(TransferPlan.build(cache, slot, [back], fmt=MemoryFormat.KV_MLA_FMT)).synchronize()
     assert torch.equal(back, chunk)
-
-
-def test_storage_helper_has_ordinary_numbers():
-    """The keys that are rotated are not all zero, or nothing would be seen."""
-    assert all(int((storage(dtype, 0) != 0).sum()) > 500 for dtype in KEY_DTYPES)
