@@ -127,6 +127,12 @@ LMC_SHARED Item item_of_tile(const Move& move, const Tile& tile, i64 index) {
     return item;
 }
 
+// The same tile one layer on.
+LMC_SHARED void to_next_layer(const Move& move, const Tile& tile, Item* item) {
+    item->plane += move.kv_size;
+    item->chunk_address += tile.chunk->layer_stride_bytes;
+}
+
 // Items numbered in the order of a chunk's memory: chunk, kv, layer, tile.
 LMC_SHARED Item item_at(const Move& move, i64 index) {
     const Chunk* chunk = chunk_of_tile(move, index / move.num_planes);

@@ -6,6 +6,7 @@
 //   engine has in its caches stays there.
 // Bytes moved: each row is read once and written once; without streaming stores most machines read the target, too.
 #include <cstring>
+#include <vector>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -129,7 +130,8 @@ void rotate_head(const Rotation& rotation, u64 x_address, i64 pairs, const Angle
     for (i64 i = 0; i < pairs; ++i) round_to(y[i], reinterpret_cast<Key*>(y_address + i * stride));
 }
 
-template <typename Key, typename Table> void rotate_token(const Rotation& rotation, i64 token) {
+// All heads of a token's keys at `keys_address`.
+template <typename Key, typename Table> void rotate_heads(const Rotation& rotation, i64 token, u64 keys_address) {
     typedef typename RealOf<Key>::type Real;
     constexpr i64 kSize = sizeof(Key);
     const i64 stride = rotation.pair_stride_dims * rotation.dim_stride_bytes;
@@ -140,10 +142,14 @@ template <typename Key, typename Table> void rotate_token(const Rotation& rotati
         const i64 left = rotation.num_pairs - first, pairs = left < kPairs ? left : kPairs;
         Angles<Real> angles;
         load_angles<Real, Table>(rotation, token, first, pairs, &angles);
-        u64 address = rotation.keys_address + token * rotation.token_stride_bytes + first * stride;
+        u64 address = keys_address + first * stride;
         for (i64 head = 0; head < rotation.num_heads; ++head, address += rotation.head_stride_bytes)
             rotate(rotation, address, pairs, angles);
     }
+}
+
+template <typename Key, typename Table> void rotate_token(const Rotation& rotation, i64 token) {
+    rotate_heads<Key, Table>(rotation, token, rotation.keys_address + token * rotation.token_stride_bytes);
 }
 
 template <typename Key, typename Table> bool can_rotate_token(const Rotation& rotation, i64 token) {
@@ -170,11 +176,34 @@ template <typename Key, typename Table> i64 rotate_all(const Rotation& rotation,
     return -1;
 }
 
-typedef i64 (*RotateAll)(const Rotation&, int);
+// On the way: the keys of an item go to their pages by way of `token_keys`, where those of one token have room.
+template <typename Key, typename Table>
+void scatter_rotated(const Move& move, const Rotation& rotation, const Item& item, bool stream, char* token_keys) {
+    const i64 pieces = move.pieces_per_token;
+    for (i64 row = 0; row < item.num_tokens; ++row) {
+        i64 bad_token;
+        const Row found = row_at(move, item, row * pieces, &bad_token);
+        if (!found.moves) continue;
+        const i64 token = item.first_token + row;
+        const char* keys = reinterpret_cast<const char*>(found.chunk_address);
+        if (rotation.old_positions[token] != rotation.new_positions[token]) {
+            std::memcpy(token_keys, keys, pieces * move.piece_bytes);
+            rotate_heads<Key, Table>(rotation, token, reinterpret_cast<u64>(token_keys));
+            keys = token_keys;
+        }
+        char* page = reinterpret_cast<char*>(found.plane_address);
+        for (i64 piece = 0; piece < pieces; ++piece)
+            copy_row(page + piece * item.plane->head_stride_bytes, keys + piece * move.piece_bytes, move.piece_bytes, stream);
+    }
+}
 
-#define LMC_ROTATE_KEY(Key) {rotate_all<Key, BFloat16>, rotate_all<Key, Float16>, rotate_all<Key, float>, rotate_all<Key, double>}
-constexpr RotateAll kRotateAll[4][4] = {
-    LMC_ROTATE_KEY(BFloat16), LMC_ROTATE_KEY(Float16), LMC_ROTATE_KEY(float), LMC_ROTATE_KEY(double)};
+typedef i64 (*RotateAll)(const Rotation&, int);
+typedef void (*ScatterRotated)(const Move&, const Rotation&, const Item&, bool, char*);
+
+#define LMC_OF_KEY(f, Key) {f<Key, BFloat16>, f<Key, Float16>, f<Key, float>, f<Key, double>}
+#define LMC_OF_ALL(f) {LMC_OF_KEY(f, BFloat16), LMC_OF_KEY(f, Float16), LMC_OF_KEY(f, float), LMC_OF_KEY(f, double)}
+constexpr RotateAll kRotateAll[4][4] = LMC_OF_ALL(rotate_all);
+constexpr ScatterRotated kScatterRotated[4][4] = LMC_OF_ALL(scatter_rotated);
 
 }  // namespace
 
@@ -188,6 +217,30 @@ extern "C" i64 lmcache_fast_move(const Move* move, int scatter, int stream, int 
     {
 #pragma omp for schedule(dynamic)
         for (i64 index = 0; index < items; ++index) move_item(*move, item_at(*move, index), scatter, stream);
+        if (stream) end_streaming();
+    }
+    return -1;
+}
+
+// Scatters one batch whose keys, plane 0 of each layer, are rotated on the way; positions were checked. Types as below,
+// result as above.
+extern "C" i64 lmcache_fast_scatter_rotated(const Move* move, const Rotation* rotation, int key_type, int table_type,
+                                            int stream, int threads) {
+    const i64 bad_token = first_bad_token(*move);
+    if (bad_token >= 0) return bad_token;
+    const ScatterRotated scatter_keys = kScatterRotated[key_type][table_type];
+    const i64 items = num_items(*move);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<char> token_keys(move->pieces_per_token * move->piece_bytes);
+#pragma omp for schedule(dynamic)
+        for (i64 index = 0; index < items; ++index) {
+            const Item item = item_at(*move, index);
+            if ((item.plane - move->planes) % move->kv_size == 0)
+                scatter_keys(*move, *rotation, item, stream, token_keys.data());
+            else
+                move_item(*move, item, true, stream);
+        }
         if (stream) end_streaming();
     }
     return -1;

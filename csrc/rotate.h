@@ -9,6 +9,8 @@
 
 #include "address.h"
 
+// On the way of a scatter the keys are where the Move says, `token` is the request's, and head_stride_bytes is a head's
+// length in a chunk; keys_address, token_stride_bytes and num_tokens are 0.
 struct Rotation {
     u64 keys_address;  // [num_tokens, num_heads, dims]
     i64 token_stride_bytes;

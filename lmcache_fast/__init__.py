@@ -13,7 +13,8 @@ def register() -> None:
     """Register the backends of this package. Neither this nor the import touches a GPU or a compiler."""
     from lmcache_ref.backends import register_backend
 
-    register_backend("cpu", _load_cpu, devices=("cpu",), unavailable=_cpu_unavailable, speed=10, stages=True)
+    whole = {"stages": True, "rotates": True}
+    register_backend("cpu", _load_cpu, devices=("cpu",), unavailable=_cpu_unavailable, speed=10, **whole)
     register_backend("cuda", _load_cuda, devices=("cuda",), unavailable=_cuda_unavailable, speed=20, stages=True)
 
 

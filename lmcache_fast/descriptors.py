@@ -210,12 +210,27 @@ def whole_move(plan: TransferPlan, planes: PlaneTable, tile_tokens: int) -> ctyp
     )
 
 
+def describe_rotation_on_the_way(
+    cache: PagedKVCache, old_address: int, new_address: int, table: torch.Tensor, is_neox: bool
+) -> ctypes.Structure:
+    """The struct Rotation of a scatter to `cache`: addresses of positions int64 `[tokens of the request]`, and a table
+    `[max_position, rotary_dim]` with contiguous rows. Keep all of them alive as long as it is used."""
+    element_bytes = cache.dtype.itemsize
+    return Rotation(
+        head_stride_bytes=cache.head_size * element_bytes,
+        dim_stride_bytes=element_bytes,
+        old_positions=old_address,
+        new_positions=new_address,
+        num_heads=cache.num_heads,
+        **_table_and_pairing(table, is_neox),
+    )
+
+
 def describe_rotation(
     keys: torch.Tensor, old: torch.Tensor, new: torch.Tensor, table: torch.Tensor, is_neox: bool
 ) -> ctypes.Structure:
     """The struct Rotation of keys `[T, NH, HS]`, positions int64 `[T]` (contiguous) and a table
     `[max_position, rotary_dim]` with contiguous rows. It holds addresses: keep the tensors alive as long as it is used."""
-    max_position, rotary_dim = table.shape
     token_stride, head_stride, dim_stride = (stride * keys.element_size() for stride in keys.stride())
     return Rotation(
         keys_address=keys.data_ptr(),
@@ -224,12 +239,20 @@ def describe_rotation(
         dim_stride_bytes=dim_stride,
         old_positions=old.data_ptr(),
         new_positions=new.data_ptr(),
-        table_address=table.data_ptr(),
-        table_row_stride_bytes=table.stride(0) * table.element_size(),
-        max_position=max_position,
         num_tokens=keys.shape[0],
         num_heads=keys.shape[1],
-        num_pairs=rotary_dim // 2,
-        pair_stride_dims=1 if is_neox else 2,
-        partner_stride_dims=rotary_dim // 2 if is_neox else 1,
+        **_table_and_pairing(table, is_neox),
     )
+
+
+def _table_and_pairing(table: torch.Tensor, is_neox: bool) -> dict[str, int]:
+    """The fields of the struct Rotation that say how keys are rotated."""
+    max_position, rotary_dim = table.shape
+    return {
+        "table_address": table.data_ptr(),
+        "table_row_stride_bytes": table.stride(0) * table.element_size(),
+        "max_position": max_position,
+        "num_pairs": rotary_dim // 2,
+        "pair_stride_dims": 1 if is_neox else 2,
+        "partner_stride_dims": rotary_dim // 2 if is_neox else 1,
+    }

@@ -1,6 +1,7 @@
 """A scatter that re-rotates keys on the way: the specification's law, who is asked for it, and what is refused.
 
-The arithmetic itself is `test_rope*.py`; that fast backends do the same is `tests/fast/test_rotated_scatter.py`.
+The arithmetic itself is `test_rope*.py`; that fast backends do the same, and that a blend uses it, is
+`tests/fast/test_rotated_scatter.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import pytest
 import torch
 
 import lmcache_ref
-from drive import Bench
 from helpers import assert_same
 from lmcache_ref.backends import get_backend, register_backend
-from lmcache_ref.connectors import layerwise
 from lmcache_ref.errors import ArgumentError, BackendError, DtypeError
 from lmcache_ref.kv_cache import PagedKVCache
 from lmcache_ref.memory import MemoryFormat
@@ -24,7 +23,6 @@ from lmcache_ref.rope import KEY_DTYPES, RotarySpec, rerotate, rotary_table
 from lmcache_ref.transfer import reference_gather, reference_scatter
 from registry import operations, own_registry
 from rope_oracle import random_keys
-from steps import Open
 
 __all__ = ["own_registry"]
 
@@ -182,25 +180,3 @@ def test_a_backend_that_does_not_rotate_is_never_given_a_rotation():
     with lmcache_ref.use_backend("yours"):
         lmcache_ref.scatter(world.cache, SLOTS, world.chunks, **arguments, rotation=world.rotation)
     assert plans[-1].rotation.rope is world.rotation.rope
-
-
-def blended(monkeypatch, **changed) -> tuple[torch.Tensor, list]:
-    """The engine's memory after a load at other positions, with gaps, and the calls of `rerotate`; `changed` is of the
-    backend's operations."""
-    calls, reference = [], get_backend("reference")
-    used = replace(reference, rerotate=lambda *given: calls.append(given) or reference.rerotate(*given), **changed)
-    monkeypatch.setattr(layerwise, "get_backend", lambda device: used)
-    bench = Bench("buffer", rope=RotarySpec(rotary_table(64, 8)))
-    opened = Open(bench, "load", [(1, 3), (4, 6), (9, 10)])
-    for row in opened.objects:
-        for obj in row[:2]:
-            obj.metadata.cached_positions = obj.metadata.cached_positions + 20
-    opened.finish()
-    return bench.engine[0].clone(), calls
-
-
-def test_a_blend_needs_no_call_of_rerotate_where_the_scatter_rotates(monkeypatch):
-    riding, calls = blended(monkeypatch)
-    apart, calls_apart = blended(monkeypatch, rotates=False)
-    assert (len(calls), len(calls_apart)) == (0, 3)
-    assert_same(riding.flatten(), apart.flatten(), "the engine")

@@ -12,11 +12,11 @@ import torch
 
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import BackendError
-from lmcache_ref.plan import ChunkSpan, TransferPlan, check_slots, validating
+from lmcache_ref.plan import ChunkSpan, TransferPlan, check_slots, refuse_rotation, validating
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
 
-from ..descriptors import PlaneTables, chunk_table, describe_move, describe_rotation
+from ..descriptors import PlaneTables, chunk_table, describe_move, describe_rotation, describe_rotation_on_the_way
 from ..environment import source_folder
 from .compile import load_library
 
@@ -31,13 +31,15 @@ class CpuBackend:
 
     def __init__(self, library: ctypes.CDLL):
         self._move, self._rotate = library.lmcache_fast_move, library.lmcache_fast_rotate
-        for function in (self._move, self._rotate):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+        self._scatter_rotated = library.lmcache_fast_scatter_rotated
+        for function, structs, integers in ((self._move, 1, 3), (self._rotate, 1, 3), (self._scatter_rotated, 2, 4)):
+            function.argtypes = [*[ctypes.c_void_p] * structs, *[ctypes.c_int] * integers]
             function.restype = ctypes.c_int64
         self._plane_tables = PlaneTables()
 
     def gather(self, plan: TransferPlan) -> Transfer:
         """Engine to chunks; see `lmcache_ref.gather`. Chunks on another device go through a host copy."""
+        refuse_rotation(plan)
         on_host = _with_host_chunks(plan)
         self._transfer(on_host, scatter=False)
         for span, host_span in zip(plan.spans, on_host.spans, strict=True):
@@ -60,8 +62,7 @@ class CpuBackend:
         _require_host("keys", keys.device)
         old = spec.checked_positions("old_positions", old_positions, len(keys), rope).cpu().contiguous()
         new = spec.checked_positions("new_positions", new_positions, len(keys), rope).cpu().contiguous()
-        table = rope.cos_sin_cache.detach().cpu()
-        table = table if table.stride(1) == 1 else table.contiguous()
+        table = _table(rope)
         rotation = describe_rotation(keys, old, new, table, rope.is_neox)
         types = TYPE_NUMBERS[keys.dtype], TYPE_NUMBERS[table.dtype]
         bad_token = self._rotate(ctypes.byref(rotation), *types, _threads(keys.numel() * keys.element_size()))
@@ -79,10 +80,22 @@ class CpuBackend:
         move = describe_move(plan, slots, planes, first_layer, chunks, TILE_TOKENS)
         num_bytes = plan.num_bytes
         streams = num_bytes >= STREAM_BYTES
-        bad_token = self._move(ctypes.byref(move), scatter, streams, _threads(num_bytes))
+        if plan.rotation is None:
+            bad_token = self._move(ctypes.byref(move), scatter, streams, _threads(num_bytes))
+        else:
+            bad_token = self._move_rotated(plan, move, streams, _threads(num_bytes))
         if bad_token >= 0:
             check_slots(plan, duplicates=False)  # nothing was moved; this says what is wrong
             raise AssertionError(f"the kernel refused the slot of token {bad_token}, the specification did not")
+
+    def _move_rotated(self, plan: TransferPlan, move: ctypes.Structure, streams: bool, threads: int) -> int:
+        assert plan.rotation is not None
+        old, new, rope = plan.rotation.old_positions, plan.rotation.new_positions, plan.rotation.rope
+        table = _table(rope)
+        rotation = describe_rotation_on_the_way(plan.cache, old.data_ptr(), new.data_ptr(), table, rope.is_neox)
+        types = TYPE_NUMBERS[plan.cache.dtype], TYPE_NUMBERS[table.dtype]
+        moved = self._scatter_rotated(ctypes.byref(move), ctypes.byref(rotation), *types, streams, threads)
+        return int(moved)
 
 
 def load() -> CpuBackend:
@@ -90,6 +103,12 @@ def load() -> CpuBackend:
     csrc = source_folder()
     headers = [csrc / "address.h", csrc / "rotate.h"]
     return CpuBackend(load_library("host", [csrc / "host.cpp"], headers))
+
+
+def _table(rope: RotarySpec) -> torch.Tensor:
+    """On the host, rows contiguous."""
+    table = rope.cos_sin_cache.detach().cpu()
+    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _threads(num_bytes: int) -> int:

@@ -67,8 +67,8 @@ class Kernels:
 
 
 def _source_of(name: str) -> int:
-    prefix = name.partition("_")[0]
-    return {"gather": 0, "scatter": 0, "keep": 1, "rotate": 2}[prefix]
+    words = name.split("_")
+    return 2 if "rotated" in words else {"gather": 0, "scatter": 0, "keep": 1, "rotate": 2}[words[0]]
 
 
 def _compiled(name: str) -> Any:

@@ -8,11 +8,13 @@
 typedef void (*MoveKernel)(Batch);
 typedef void (*KeepKernel)(Batch, Homes);
 typedef void (*RotateKernel)(Rotation);
+typedef void (*ScatterRotatedKernel)(Batch, Rotation);
 
 static struct {
     MoveKernel move;
     KeepKernel keep;
     RotateKernel rotate;
+    ScatterRotatedKernel scatter_rotated;
     const Batch* batch;
     const Homes* homes;
     const Rotation* rotation;
@@ -48,12 +50,24 @@ extern "C" void launch_keep(const Batch* batch, const Homes* homes, int width_lo
     finish(counts);
 }
 
-#define ROTATE_KEY(key) {rotate_##key##_bfloat16, rotate_##key##_float16, rotate_##key##_float32, rotate_##key##_float64}
+#define OF_KEY(name, key) {name##_##key##_bfloat16, name##_##key##_float16, name##_##key##_float32, name##_##key##_float64}
+#define OF_ALL_KEYS(name) {OF_KEY(name, bfloat16), OF_KEY(name, float16), OF_KEY(name, float32), OF_KEY(name, float64)}
 
 extern "C" void launch_rotate(const Rotation* rotation, int key_type, int table_type, int blocks, int threads) {
-    static const RotateKernel kernels[4][4] = {ROTATE_KEY(bfloat16), ROTATE_KEY(float16), ROTATE_KEY(float32),
-                                               ROTATE_KEY(float64)};
+    static const RotateKernel kernels[4][4] = OF_ALL_KEYS(rotate);
     launched.rotate = kernels[key_type][table_type];
     launched.rotation = rotation;
     run_grid([] { launched.rotate(*launched.rotation); }, blocks, threads);
+}
+
+// scatter_rotated_*; counts as of launch_move.
+extern "C" void launch_scatter_rotated(const Batch* batch, const Rotation* rotation, int key_type, int table_type, int blocks,
+                                       int threads, i64* counts) {
+    static const ScatterRotatedKernel kernels[4][4] = OF_ALL_KEYS(scatter_rotated);
+    begin();
+    launched.scatter_rotated = kernels[key_type][table_type];
+    launched.batch = batch;
+    launched.rotation = rotation;
+    run_grid([] { launched.scatter_rotated(*launched.batch, *launched.rotation); }, blocks, threads);
+    finish(counts);
 }

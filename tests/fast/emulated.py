@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from lmcache_fast.descriptors import (
     chunk_table,
     describe_move,
     describe_rotation,
+    describe_rotation_on_the_way,
     plane_table,
     vector_bytes,
 )
@@ -39,7 +40,9 @@ def library() -> ctypes.CDLL:
     loaded.launch_move.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p]
     loaded.launch_rotate.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
     loaded.launch_keep.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_void_p]
-    loaded.launch_move.restype = loaded.launch_rotate.restype = loaded.launch_keep.restype = None
+    loaded.launch_scatter_rotated.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p]
+    for name in ("launch_move", "launch_rotate", "launch_keep", "launch_scatter_rotated"):
+        getattr(loaded, name).restype = None
     return loaded
 
 
@@ -69,13 +72,40 @@ class Launch:
 
     def move(self, plan: TransferPlan, direction: str) -> Outcome:
         """Run the kernel."""
+        bad_token = array("Q", [NO_BAD_TOKEN])
+        batch, widest_bytes, _kept = self._described(plan, bad_token)
+        width_bytes = widest_bytes if self.width_bytes is None else self.width_bytes
+        arguments = int(direction == "scatter"), width_bytes.bit_length() - 1, self.blocks, self.threads
+        counts = array("q", [0, 0, 0])
+        library().launch_move(ctypes.byref(batch), *arguments, counts.buffer_info()[0])
+        return Outcome(*counts, bad_token[0])
+
+    def scatter_rotated(self, plan: TransferPlan, bad_rotation: array[int] | None = None) -> Outcome:
+        """Run the kernel that moves keys and re-rotates them as the plan asks; without `planes`, all of the keys.
+        bad_rotation: receives the word for the first token that cannot be rotated."""
+        bad_token = array("Q", [NO_BAD_TOKEN])
+        rotated, table = plan.rotation, plan.rotation.rope.cos_sin_cache
+        planes = (0, len(plan.planes)) if self.planes is None else self.planes
+        batch, _, _kept = replace(self, planes=planes)._described(plan, bad_token)
+        positions = rotated.old_positions.data_ptr(), rotated.new_positions.data_ptr()
+        rotation = describe_rotation_on_the_way(plan.cache, *positions, table, rotated.rope.is_neox)
+        bad_rotation = array("Q", [NO_BAD_TOKEN]) if bad_rotation is None else bad_rotation
+        rotation.bad_token = bad_rotation.buffer_info()[0]
+        types = TYPE_NUMBERS[plan.cache.dtype], TYPE_NUMBERS[table.dtype]
+        counts = array("q", [0, 0, 0])
+        library().launch_scatter_rotated(
+            ctypes.byref(batch), ctypes.byref(rotation), *types, self.blocks, self.threads, counts.buffer_info()[0]
+        )
+        return Outcome(*counts, bad_token[0])
+
+    def _described(self, plan: TransferPlan, bad_token: array[int]) -> tuple[Batch, int, Any]:
+        """The batch, the widest vector that it allows, and what it points to."""
         planes = plane_table(plan.planes)
         chunks = chunk_table(plan, self.tile_tokens)
         ids = plan.slots if self.block_ids is None else self.block_ids
         move = describe_move(plan, ids, planes, 0, chunks, self.tile_tokens)
         if self.block_ids is not None:
             move.num_ids, move.tokens_per_id = plan.cache.num_blocks, plan.cache.block_size
-        bad_token = array("Q", [NO_BAD_TOKEN])
         move.bad_token = bad_token.buffer_info()[0]
         if self.planes is not None:
             move.first_plane, move.num_planes = self.planes[0], self.planes[1] - self.planes[0]
@@ -87,11 +117,7 @@ class Launch:
             words = chunks.words.tolist()
             words[::WORDS_PER_CHUNK] = [address - (1 << 20) for address in words[::WORDS_PER_CHUNK]]
             batch.chunks[: len(words)] = words
-        width_bytes = vector_bytes(planes, chunks) if self.width_bytes is None else self.width_bytes
-        arguments = int(direction == "scatter"), width_bytes.bit_length() - 1, self.blocks, self.threads
-        counts = array("q", [0, 0, 0])
-        library().launch_move(ctypes.byref(batch), *arguments, counts.buffer_info()[0])
-        return Outcome(*counts, bad_token[0])
+        return batch, vector_bytes(planes, chunks), (planes, chunks, ids)
 
 
 def rotate(

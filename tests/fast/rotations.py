@@ -24,10 +24,14 @@ ROTARY_DIMS = (2, 6, HS)
 
 
 def storage(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers for the views of `STRIDES`."""
+    return numbers(2 * T * NH * (HS + 4) + 64, dtype, seed)
+
+
+def numbers(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Numbers of all magnitudes, subnormals and both zeros among them, but nothing that is not finite: the payload of a
     NaN is nobody's promise."""
     generator = torch.Generator().manual_seed(seed)
-    size = 2 * T * NH * (HS + 4) + 64
     mantissa = torch.rand(size, generator=generator, dtype=torch.float64) * 2 - 1
     small, large = {torch.float16: (-26, 6), torch.float64: (-1030, 100)}.get(dtype, (-132, 40))
     exponent = torch.randint(small, large, (size,), generator=generator)
@@ -37,10 +41,10 @@ def storage(dtype: torch.dtype, seed: int) -> torch.Tensor:
     return flat
 
 
-def positions(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def positions(seed: int, num_tokens: int = T) -> tuple[torch.Tensor, torch.Tensor]:
     """Old and new; every fourth token stays where it is."""
     generator = torch.Generator().manual_seed(seed)
-    old, new = (torch.randint(0, MAX_POSITION, (T,), generator=generator) for _ in range(2))
+    old, new = (torch.randint(0, MAX_POSITION, (num_tokens,), generator=generator) for _ in range(2))
     new[::4] = old[::4]
     return old, new
 
@@ -97,6 +101,7 @@ __all__ = [
     "STRIDES",
     "compare",
     "compare_every_value_of_two_bytes",
+    "numbers",
     "positions",
     "storage",
     "table",
