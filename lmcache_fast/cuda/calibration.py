@@ -26,10 +26,11 @@ from ..environment import cache_folder
 from .compile import SOURCES, source_text
 
 OPERATIONS = ("gather", "scatter")
-SIZES = tuple(1 << power for power in range(16, 24))  # bytes of a call: 64 KiB to 8 MiB
+SIZES = tuple(1 << power for power in range(16, 26))  # bytes of a call: 64 KiB to 32 MiB
 ROW_BYTES, BLOCK_SIZE, NUM_LAYERS = 1024, 16, 4
-REPEATS = 9
-VERSION = 1  # of what is measured and how
+REPEATS = 15
+NOISE = 1.1  # a loss by less may be chance
+VERSION = 2  # of what is measured and how
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def calibrate(engine: Any) -> Calibration:
     """The calibration of an `Engine`'s device, which its lanes then follow: out of the cache folder, else measured and put
     there.
 
-    Measuring takes a moment of the idle device, 8 MiB of page-locked memory and 16 MiB of device memory; the host waits.
+    Measuring takes some 200 ms of the idle device, and 32 MiB each of page-locked and of device memory; the host waits.
     """
     file = _file(engine.device.index)
     try:
@@ -73,13 +74,14 @@ def _keep(found: Calibration, file: Path) -> None:
 
 
 def largest_winner(times: dict[int, tuple[float, float]]) -> int:
-    """The largest size such that zero copy is no slower than staging there and for every smaller one; 0 if there is none."""
+    """The largest size at which zero copy is no slower than staging, and not clearly slower for any smaller one; else 0."""
     winner = 0
     for size in sorted(times):
         staged, zero_copy = times[size]
-        if zero_copy > staged:
+        if zero_copy > NOISE * staged:
             break
-        winner = size
+        if zero_copy <= staged:
+            winner = size
     return winner
 
 
@@ -97,22 +99,23 @@ def _measure(engine: Any) -> Calibration:
         for size in SIZES:
             chunk = home[:size].view(2, NUM_LAYERS, -1, ROW_BYTES)
             plan = TransferPlan.build(cache, slots, [chunk], fmt=MemoryFormat.KV_2LTD)
-            times[size] = _seconds(engine, operation, plan, 0), _seconds(engine, operation, plan, size)
+            times[size] = _seconds(engine, operation, plan, 0, size)
         limits[operation] = largest_winner(times)
         measured[operation] = {str(size): [round(1e6 * seconds, 1) for seconds in ways] for size, ways in times.items()}
     return Calibration(limits, measured)
 
 
-def _seconds(engine: Any, operation: str, plan: TransferPlan, zero_copy_bytes: int) -> float:
-    """Median seconds of a call, its end included, on an idle device; warmed up once."""
-    engine.lanes[operation].zero_copy_bytes = zero_copy_bytes
-    taken = []
+def _seconds(engine: Any, operation: str, plan: TransferPlan, *limits: int) -> Any:
+    """Median seconds of a call, its end included, on an idle device, under each limit of zero copy; taken in turn."""
+    taken: dict[int, list[float]] = {limit: [] for limit in limits}
     for _ in range(REPEATS + 1):
-        torch.cuda.synchronize(engine.device.index)
-        started = time.perf_counter()
-        engine.move(operation, plan).synchronize()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken[1:])
+        for limit in limits:
+            engine.lanes[operation].zero_copy_bytes = limit
+            torch.cuda.synchronize(engine.device.index)
+            started = time.perf_counter()
+            engine.move(operation, plan).synchronize()
+            taken[limit].append(time.perf_counter() - started)
+    return tuple(statistics.median(seconds[1:]) for seconds in taken.values())
 
 
 def _file(index: int) -> Path:

@@ -152,7 +152,3 @@ class Ring:
         """The place that was used longest ago."""
         self._places.rotate(-1)
         return self._places[-1]
-
-    def next_stream(self) -> int:
-        """The stream of the place that comes next."""
-        return self._places[0].stream

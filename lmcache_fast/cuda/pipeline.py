@@ -103,17 +103,16 @@ class Lane:
             num_tokens = sum(span.end - max(span.start, skip) for span in plan.spans if span.end > skip)
             if num_tokens == 0:
                 return Transfer()
-            slots = self.look_at_slots(plan)
             planes, first_layer = self._tables.find(plan)
             if not on_host:
-                return self._direct(plan, slots, planes, first_layer, list(moved_parts(plan)), MOST_BLOCKS)
+                return self._direct(plan, planes, first_layer, list(moved_parts(plan)), MOST_BLOCKS)
             num_bytes = num_tokens * len(plan.planes) * plan.cache.kv_size * planes.token_bytes
             asked = zero_copy_bytes()
             if num_bytes <= (self.zero_copy_bytes if asked is None else asked):
                 mapped = self._mapped(plan)
                 if mapped is not None:
-                    return self._direct(plan, slots, planes, first_layer, mapped, ZERO_COPY_BLOCKS, self._streams[0])
-            return self._staged(plan, slots, planes, first_layer, num_bytes)
+                    return self._direct(plan, planes, first_layer, mapped, ZERO_COPY_BLOCKS, self._streams[0])
+            return self._staged(plan, planes, first_layer, num_bytes)
 
     def _reap(self) -> None:
         """Forget transfers that are done, oldest first. Raises the first error that nobody has asked for; those of the
@@ -194,12 +193,16 @@ class Lane:
     # ------------------------------------------------------------------------------------------ one launch
 
     def _direct(
-        self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, parts: list[Part],
+        self,
+        plan: TransferPlan,
+        planes: PlaneTable,
+        first_layer: int,
+        parts: list[Part],
         most_blocks: int,
         stream: int | None = None,
-    ) -> Transfer:  # fmt: skip
+    ) -> Transfer:
         """One launch, on the current stream unless another one is given."""
-        device = self._device
+        device, slots = self._device, self.look_at_slots(plan)
         stream = device.current() if stream is None else stream
         tile_tokens = tile_tokens_of(planes)
         rows: list[int] = []
@@ -226,40 +229,64 @@ class Lane:
 
     # ------------------------------------------------------------------------------------------ through the ring
 
-    def _staged(
-        self, plan: TransferPlan, slots: Slots, planes: PlaneTable, first_layer: int, num_bytes: int
-    ) -> Transfer:
-        """Segment after segment through the ring."""
-        kv_size, num_layers = plan.cache.kv_size, len(plan.planes)
+    def _staged(self, plan: TransferPlan, planes: PlaneTable, first_layer: int, num_bytes: int) -> Transfer:
+        """Segment after segment through the ring. The first one is small, so that the link is soon in use; when loading, it
+        is on its way to staging, where nobody sees it, while the host looks at the slots."""
+        device, kv_size, num_layers = self._device, plan.cache.kv_size, len(plan.planes)
         ring = self._ring_of(kv_size * num_layers * planes.token_bytes)
-        most = segment_bytes(ring.place_bytes, num_bytes)
-        tile_tokens = tile_tokens_of(planes)
-        segments = cut(moved_parts(plan), kv_size, num_layers, planes.token_bytes, most, tile_tokens)
-        if self._device.mapped(next(moved_parts(plan))[0]) is None:
+        most, tile_tokens = segment_bytes(ring.place_bytes, num_bytes), tile_tokens_of(planes)
+        segments = cut(
+            moved_parts(plan), kv_size, num_layers, planes.token_bytes, most, tile_tokens, LEAST_SEGMENT_BYTES
+        )
+        segment, place = next(segments), ring.next()
+        if device.mapped(segment.parts[0][0]) is None:
             _say_that_memory_is_pageable()
-        width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes)
-        first = ring.next_stream()
-        call = self._describe(plan, slots, planes, first_layer, width, [], first)
-        return self._begun(call, self._run(call, segments, ring, self._device.record(first)))
-
-    def _run(self, call: Call, segments: Iterator[Segment], ring: Ring, ready: Any) -> list[Any]:
-        """Each segment on the stream of its place, behind `ready`. Returns the events that end the call."""
-        device = self._device
-        move = self._gather if self._operation == "gather" else self._scatter
-        streams: dict[int, None] = {}
+        streams: dict[int, None] = {place.stream: None}
+        call = None
         try:
-            for segment in segments:
-                place = ring.next()
-                if place.stream not in streams:
-                    streams[place.stream] = device.wait(place.stream, ready)
-                self._describe_segment(segment, place)
-                move(call, segment, place)
+            if self._operation == "scatter":
+                device.wait(place.stream, device.record(device.current()))
+                self._copy(segment, place, to_home=False)
+            slots = self.look_at_slots(plan)
+            width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes)
+            call = self._describe(plan, slots, planes, first_layer, width, [], place.stream)
+            return self._begun(call, self._run(call, segment, place, segments, ring, streams))
         except BaseException:  # there will be no handle, and what was begun still uses the caller's memory
             for stream in streams:
                 with contextlib.suppress(Exception):
                     device.synchronize(device.record(stream))
-            self._blocks.give_back(call.uploaded.block)
+            if call is not None:
+                self._blocks.give_back(call.uploaded.block)
             raise
+
+    def _run(
+        self,
+        call: Call,
+        segment: Segment | None,
+        place: Place,
+        segments: Iterator[Segment],
+        ring: Ring,
+        streams: dict[int, None],
+    ) -> list[Any]:
+        """Each segment on the stream of its place, from `segment`, which when loading is in `place` already, on. Fills
+        `streams` with those that were used; returns the events that end the call."""
+        device, stores = self._device, self._operation == "gather"
+        ready = device.record(place.stream)
+        while segment is not None:
+            self._describe_segment(segment, place)
+            if call.keeps:
+                self._keep(call, segment, place)
+            device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
+            if stores:
+                self._copy(segment, place, to_home=True)
+            segment = next(segments, None)
+            if segment is None:
+                break
+            place = ring.next()
+            if place.stream not in streams:
+                streams[place.stream] = device.wait(place.stream, ready)
+            if not stores:
+                self._copy(segment, place, to_home=False)
         if not call.slots.reports:
             return [device.record(stream) for stream in streams]
         last, *others = streams
@@ -267,18 +294,6 @@ class Lane:
             device.wait(last, device.record(stream))
         self._fetch_flag(call, last)
         return [device.record(last)]
-
-    def _gather(self, call: Call, segment: Segment, place: Place) -> None:
-        """From the pages to a place, from there home."""
-        if call.keeps:
-            self._keep(call, segment, place)
-        self._device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
-        self._copy(segment, place, to_home=True)
-
-    def _scatter(self, call: Call, segment: Segment, place: Place) -> None:
-        """From home to a place, from there to the pages."""
-        self._copy(segment, place, to_home=False)
-        self._device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
 
     def _describe_segment(self, segment: Segment, place: Place) -> None:
         """Let the batch be a segment in a place."""

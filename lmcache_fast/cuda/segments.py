@@ -126,46 +126,58 @@ def packing(
 
 
 def cut(
-    parts: Iterable[Part], two: int, num_layers: int, row_bytes: int, segment_bytes: int, tile_tokens: int
+    parts: Iterable[Part],
+    two: int,
+    num_layers: int,
+    row_bytes: int,
+    segment_bytes: int,
+    tile_tokens: int,
+    first_bytes: int | None = None,
 ) -> Iterator[Segment]:
     """Segments of at most `segment_bytes`, as they are asked for. A chunk stays whole where it fits; else it is cut evenly,
-    between planes where these are runs of memory, or between tokens; one token in all planes always fits."""
+    between planes where these are runs of memory, or between tokens; one token in all planes always fits.
+
+    first_bytes: where it can be cut between planes, the first segment is no larger.
+    """
     num_planes = two * num_layers
+    most = segment_bytes if first_bytes is None else min(first_bytes, segment_bytes)
     segment, known = Segment(0, num_planes), None
     for part in parts:
         if known != part[1::2]:  # most chunks of a call are alike
             known = part[1::2]
             packed = packing(two, num_layers, part[3], row_bytes, *part[1])
-        full = segment.end + packed.num_bytes > segment_bytes or len(segment.parts) == CHUNKS_IN_BATCH
+        full = segment.end + packed.num_bytes > most or len(segment.parts) == CHUNKS_IN_BATCH
         if full and segment.parts:
             yield segment
-            segment = Segment(0, num_planes)
-        if packed.num_bytes <= segment_bytes:
+            segment, most = Segment(0, num_planes), segment_bytes
+        if packed.num_bytes > most and 0 < packed.plane_bytes <= most:
+            counts = _even_counts(num_planes, most // packed.plane_bytes, segment_bytes // packed.plane_bytes)
+            yield from _between_planes(part, packed, counts, tile_tokens)
+            most = segment_bytes
+        elif packed.num_bytes <= segment_bytes:
             segment.add(part, packed, tile_tokens)
-        elif 0 < packed.plane_bytes <= segment_bytes:
-            yield from _between_planes(part, packed, num_planes, segment_bytes, tile_tokens)
         else:
             for piece in _between_tokens(part, segment_bytes // (num_planes * row_bytes)):
                 segment.add(piece, packing(two, num_layers, piece[3], row_bytes, *piece[1]), tile_tokens)
                 yield segment
-                segment = Segment(0, num_planes)
+                segment, most = Segment(0, num_planes), segment_bytes
     if segment.parts:
         yield segment
 
 
-def _between_planes(
-    part: Part, packed: Packing, num_planes: int, segment_bytes: int, tile_tokens: int
-) -> Iterator[Segment]:
+def _between_planes(part: Part, packed: Packing, counts: Iterable[int], tile_tokens: int) -> Iterator[Segment]:
+    """A segment for each count of planes."""
     address, _, first_token, num_tokens = part
-    step = _even(num_planes, segment_bytes // packed.plane_bytes)
-    for first in range(0, num_planes, step):
-        segment = Segment(first, min(step, num_planes - first))
-        before, segment.num_bytes = first * packed.plane_bytes, segment.num_planes * packed.plane_bytes
+    first = 0
+    for count in counts:
+        segment = Segment(first, count)
+        before, segment.num_bytes = first * packed.plane_bytes, count * packed.plane_bytes
         segment.parts = [part]
         segment.rows = [-before, *packed.strides, first_token, num_tokens, 0]  # where plane 0 would be
         segment.num_tiles = -(-num_tokens // tile_tokens)
         segment.copies = [Copy(address + before, 0, segment.num_bytes)]
         yield segment
+        first += count
 
 
 def _between_tokens(part: Part, most_tokens: int) -> Iterator[Part]:
@@ -173,6 +185,14 @@ def _between_tokens(part: Part, most_tokens: int) -> Iterator[Part]:
     step = _even(num_tokens, most_tokens)
     for row in range(0, num_tokens, step):
         yield address + row * strides[2], strides, first_token + row, min(step, num_tokens - row)
+
+
+def _even_counts(total: int, first: int, most: int) -> list[int]:
+    """The sizes of parts of at most `most`, even but for the first one where it has to be smaller."""
+    counts = [first] if first < most else []
+    left = total - sum(counts)
+    step = _even(left, most)
+    return counts + [min(step, left - done) for done in range(0, left, step)]
 
 
 def _even(total: int, most: int) -> int:

@@ -36,6 +36,8 @@ def measured(tmp_path, monkeypatch):
         ({1: (2.0, 3.0)}, 0),
         ({1: (2.0, 2.0), 2: (3.0, 2.0), 4: (3.0, 4.0)}, 2),
         ({4: (3.0, 1.0), 2: (1.0, 2.0), 1: (2.0, 1.0)}, 1),  # what is won after a loss does not count
+        ({4: (3.0, 1.0), 2: (1.0, 1.05), 1: (2.0, 1.0)}, 4),  # unless the loss may be chance
+        ({2: (1.0, 1.05), 1: (2.0, 1.0)}, 1),
     ],
 )
 def test_the_largest_size_up_to_which_zero_copy_wins(times, winner):

@@ -40,8 +40,11 @@ NUM_LAYERS = 3
     apart=st.integers(0, 3),
     segment_rows=st.integers(6, 150),
     tile_tokens=st.integers(1, 4),
+    first_rows=st.none() | st.integers(1, 160),
 )
-def test_each_row_is_copied_once_to_where_the_table_says(order, gaps, lengths, apart, segment_rows, tile_tokens):
+def test_each_row_is_copied_once_to_where_the_table_says(
+    order, gaps, lengths, apart, segment_rows, tile_tokens, first_rows
+):
     """Chunks of any axis order, with and without gaps between rows, planes and chunks; segments of any size."""
     parts, address, token = [], 1000, 0
     for length in lengths:
@@ -55,7 +58,8 @@ def test_each_row_is_copied_once_to_where_the_table_says(order, gaps, lengths, a
         token += length
     segment_bytes = segment_rows * ROW
     seen = set()
-    for segment in cut(parts, 2, NUM_LAYERS, ROW, segment_bytes, tile_tokens):
+    first_bytes = first_rows and first_rows * ROW
+    for segment in cut(parts, 2, NUM_LAYERS, ROW, segment_bytes, tile_tokens, first_bytes):
         expected = rows_of(segment)
         copied = {}
         for copy in segment.copies:
@@ -92,6 +96,8 @@ def test_segments_hold_whole_chunks_or_even_parts():
     layers = [(0, (0, 160, 16), 0, 10)]  # 5 layers, one after the other: cut between them
     planes = [(segment.first_plane, segment.num_planes) for segment in cut(layers, 1, 5, 16, 330, 4)]
     assert planes == [(0, 2), (2, 2), (4, 1)]
+    planes = [s.num_planes for s in cut([*layers, (9000, (0, 160, 16), 10, 10)], 1, 5, 16, 800, 4, first_bytes=330)]
+    assert planes == [2, 3, 5]
     small = [(64 * i, (0, 0, 16), i, 1) for i in range(2 * CHUNKS_IN_BATCH + 1)]
     assert [len(segment.parts) for segment in cut(small, 1, 1, 16, MiB, 4)] == [CHUNKS_IN_BATCH, CHUNKS_IN_BATCH, 1]
 
