@@ -5,6 +5,7 @@ This is all that the specification and the backends know of an engine. How the p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,12 @@ class PagedKVCache:
         """`from_engine(kv_caches, "trtllm", hints)`: the pool `[NB, NL, 2, NH*BS*HS]` needs `num_kv_heads` and
         `tokens_per_block`, or `head_dim`."""
         return cls.from_engine(kv_caches, EngineType.TRTLLM, hints)
+
+    @functools.cached_property
+    def chunk_readings(self) -> dict[Any, Any]:
+        """What `TransferPlan.build` has found about chunks of this cache: their shape, stride, dtype, format and number of
+        layers -> how they are seen."""
+        return {}
 
     # sizes, all in the units of their axis
     @property

@@ -30,6 +30,8 @@ from .layouts import CHUNK_AXES, CHUNK_FORMATS, Axes, canonical_view, parse_patt
 from .memory import MemoryFormat, MemoryObj
 from .rerotation import Rerotation
 
+MOST_READINGS = 1024  # that a cache keeps in mind
+
 
 @dataclass(frozen=True, eq=False)
 class ChunkReading:
@@ -118,16 +120,18 @@ class TransferPlan:
             raise ChunkError(f"{len(chunks)} chunks but {len(starts)} starts")
         planes = cache.planes if layers is None else cache.select_layers(_checked_layers(layers, cache))
         spans: list[ChunkSpan] = []
-        readings: dict[Any, ChunkReading] = {}
-        next_start, num_slots = 0, len(slots)
+        readings = cache.chunk_readings
+        if len(readings) > MOST_READINGS:
+            readings.clear()
+        next_start, num_slots, num_layers = 0, len(slots), len(planes)
         for index, chunk in enumerate(chunks):
             tensor = chunk.tensor if isinstance(chunk, MemoryObj) else chunk
             if not isinstance(tensor, torch.Tensor):
                 raise ChunkError(f"chunks[{index}] has no tensor ({type(chunk).__name__})")
-            kind = tensor.shape, tensor.stride(), tensor.dtype
+            kind = tensor.shape, tensor.stride(), tensor.dtype, fmt, num_layers
             reading = readings.get(kind)
-            if reading is None:  # most chunks of a call are alike, and are looked at once
-                reading = readings[kind] = read_chunk(tensor, f"chunks[{index}]", fmt, cache, len(planes))
+            if reading is None:  # most chunks are alike, and are looked at once
+                reading = readings[kind] = read_chunk(tensor, f"chunks[{index}]", fmt, cache, num_layers)
             start = next_start if starts is None else starts[index]
             next_start = end = start + reading.num_tokens
             if start < 0 or end > num_slots:

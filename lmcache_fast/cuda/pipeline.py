@@ -47,7 +47,7 @@ MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
 PLANES_PER_UNIT = 4
 PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
 LEAST_SEGMENT_BYTES = 4 << 20
-SEGMENTS_PER_CALL = 4  # at least, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
+SEGMENTS_PER_CALL = 2  # at least, behind the first, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
 TILE_BYTES, TILE_ROWS = (
     32 << 10,
     256,

@@ -117,8 +117,8 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
 
 
 def test_segment_sizes():
-    """A quarter of the call, so that its stages overlap; no less than 4 MiB and no more than a place."""
+    """Half of the call, so that its stages overlap; no less than 4 MiB and no more than a place."""
     assert pipeline.segment_bytes(32 * MiB, 1 << 30) == 32 * MiB
-    assert pipeline.segment_bytes(32 * MiB, 64 * MiB) == 16 * MiB
+    assert pipeline.segment_bytes(32 * MiB, 40 * MiB) == 20 * MiB
     assert pipeline.segment_bytes(32 * MiB, MiB) == 4 * MiB
     assert pipeline.segment_bytes(512, MiB) == 512
