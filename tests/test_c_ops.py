@@ -8,6 +8,7 @@ bands included. Wrong input is in `test_c_ops_errors.py`; the other doors are in
 from __future__ import annotations
 
 import enum
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ import torch
 import lmcache_fast.c_ops
 from lmcache_ref import LAYOUTS, c_ops, register_backend, register_layout, use_backend
 from lmcache_ref.backends import unregister_backend
-from lmcache_ref.c_ops import D2H, H2D, GPUKVFormat, TransferDirection
+from lmcache_ref.c_ops import D2H, H2D, GPUKVFormat, TransferDirection, pointers
+from lmcache_ref.c_ops.pointers import values_of
 from lmcache_ref.errors import (
     ArgumentError,
     LayoutError,
@@ -290,3 +292,43 @@ def test_pointers_that_are_no_memory_of_the_device():
     with pytest.raises(ArgumentError, match=r"key_value_ptrs\[0\]: 0x.* is no memory of cuda:0"):
         c_ops.multi_layer_kv_transfer(*arguments)
     case.check_untouched(before)
+
+
+def test_pointers_on_a_device_are_read_once_until_torch_writes_to_them():
+    """Reading makes the host wait. A tensor that is gone is forgotten; one of inference mode is read each time."""
+
+    class OnDevice(torch.Tensor):
+        is_cpu = False
+        reads = 0
+
+        def tolist(self):
+            OnDevice.reads += 1
+            return torch.Tensor.tolist(self.as_subclass(torch.Tensor))
+
+    tensor = torch.tensor([4096, 8192]).as_subclass(OnDevice)
+    assert [values_of(tensor) for _ in range(3)] == [(4096, 8192)] * 3
+    assert OnDevice.reads == 1
+    tensor[1] = 12288
+    assert [values_of(tensor) for _ in range(2)] == [(4096, 12288)] * 2
+    assert OnDevice.reads == 2
+    key = id(tensor)
+    assert key in pointers._values_seen
+    del tensor
+    gc.collect()
+    assert key not in pointers._values_seen
+    with torch.inference_mode():
+        tensor = torch.tensor([4096]).as_subclass(OnDevice)
+    assert [values_of(tensor) for _ in range(2)] == [(4096,)] * 2
+    assert OnDevice.reads == 4
+
+
+@pytest.mark.gpu
+def test_pointers_on_a_gpu_do_not_make_the_host_wait_again():
+    tensor = torch.tensor([4096, 8192], device="cuda")
+    assert values_of(tensor) == (4096, 8192)
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    busy.record()
+    assert values_of(tensor) == (4096, 8192)
+    assert not busy.query()
+    torch.cuda.synchronize()

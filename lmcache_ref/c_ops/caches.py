@@ -20,7 +20,7 @@ from ..discovery import build_planes, check_leaves, measure, strides_fall
 from ..errors import ArgumentError, LayoutError
 from ..kv_cache import PagedKVCache
 from ..layouts import Layout
-from .pointers import indexed, tensor_at
+from .pointers import indexed, tensor_at, values_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def paged_cache(
             raise ArgumentError(f"{name} must be int64 pointers or a list of tensors, got 1-D {source.dtype}")
         if device is None:
             raise ArgumentError(f"{name}: pointers need the device of the memory")
-        return _from_pointers(name, tuple(source.tolist()), row, known, dtype, indexed(device))
+        return _from_pointers(name, values_of(source), row, known, dtype, indexed(device))
     return _from_tensors(name, _tensors(name, source), row, known, device)
 
 

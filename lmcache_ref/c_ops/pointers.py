@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from ..errors import ArgumentError
 
 WORD_BYTES = 8  # the widest word that the specification moves
 _MEMORY_TYPE, _DEVICE_ORDINAL, _DEVICE_MEMORY = 2, 9, 2  # of CUDA's driver interface
+
+
+_values_seen: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+
+
+def values_of(pointers: torch.Tensor) -> tuple[int, ...]:
+    """The addresses in an int64 tensor `[pointers]`.
+
+    On a device the host has to wait for them, and for all that the current stream was given before: once, and again only
+    when torch has written to the tensor since. Tensors of inference mode do not say when that was, and are read each time.
+    """
+    if pointers.is_cpu or pointers.is_inference():
+        return tuple(pointers.tolist())
+    key, version = id(pointers), pointers._version
+    seen = _values_seen.get(key)
+    if seen is None or seen[0]() is not pointers or seen[1] != version:
+        gone = functools.partial(_values_seen.pop, key)
+        seen = _values_seen[key] = (weakref.ref(pointers, lambda _: gone(None)), version, tuple(pointers.tolist()))
+    return seen[2]
 
 
 class _CudaMemory:
