@@ -15,7 +15,7 @@ def register() -> None:
 
     whole = {"stages": True, "rotates": True}
     register_backend("cpu", _load_cpu, devices=("cpu",), unavailable=_cpu_unavailable, speed=10, **whole)
-    register_backend("cuda", _load_cuda, devices=("cuda",), unavailable=_cuda_unavailable, speed=20, stages=True)
+    register_backend("cuda", _load_cuda, devices=("cuda",), unavailable=_cuda_unavailable, speed=20, **whole)
 
 
 def _load_cpu() -> Any:

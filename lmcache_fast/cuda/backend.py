@@ -11,7 +11,7 @@ import torch
 
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import BackendError
-from lmcache_ref.plan import ChunkSpan, TransferPlan
+from lmcache_ref.plan import ChunkSpan, TransferPlan, refuse_rotation
 from lmcache_ref.rerotation import check_undoing
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import Transfer
@@ -19,17 +19,11 @@ from lmcache_ref.transfer import Transfer
 from ..descriptors import describe_rotation
 from ..environment import STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes, zero_copy_bytes
 from .calibration import Calibration, calibrate
-from .device import THREADS, Arguments, CudaDevice
+from .device import THREADS, TYPE_NAMES, Arguments, CudaDevice
 from .holdings import Blocks
 from .pipeline import Lane
 
 ROTATE_BLOCKS_PER_MULTIPROCESSOR = 8
-TYPE_NAMES = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
 
 
 class Several(Transfer):
@@ -84,6 +78,7 @@ class CudaBackend:
 
     def gather(self, plan: TransferPlan) -> Transfer:
         """Engine to chunks; see `lmcache_ref.gather`. The host does not wait, but for chunks in pageable memory."""
+        refuse_rotation(plan)
         engine = self._engine("the KV cache", plan.cache.device)
         near = _near(plan)
         transfer = engine.move("gather", near)

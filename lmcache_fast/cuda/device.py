@@ -20,6 +20,12 @@ from lmcache_ref.rope import RotarySpec
 
 from .compile import Kernels
 
+TYPE_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
 THREADS = 256  # a block, in every launch
 UNREGISTERED = 0  # cudaMemoryType of memory that CUDA does not know
 SUCCESS, NOT_READY = 0, 600  # cudaError

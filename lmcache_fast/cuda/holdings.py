@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.transfer import Transfer
 
-from .device import Memory
+from .device import Arguments, Memory
 
 WORD_BYTES = 8
 FIRST_BLOCK_BYTES = 64 << 10
@@ -65,6 +65,13 @@ class Uploaded(NamedTuple):
     planes_address: int
     chunks_address: int
     slots_address: int
+
+
+class Rotated(NamedTuple):
+    """The kernel for keys that are re-rotated on the way, and what it takes: a lane's batch, and the rotation."""
+
+    kernel: str
+    arguments: Arguments
 
 
 class CudaTransfer(Transfer):

@@ -5,11 +5,13 @@ decides an order.
 Host chunks go through a ring of staging memory: a store gathers a segment in one short launch, then the copy engines
 carry it off; a load is the reverse. Each place of the ring has a stream of its own, so that nothing inside a call needs an
 event: while one place is copied, another one is gathered. Chunks on the device are moved by one launch on the current stream.
+Where keys are re-rotated on the way, each launch is two: one for keys, one for values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import threading
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lmcache_ref.errors import SlotRangeError
+from lmcache_ref.errors import SlotRangeError, StrideError
 from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
 
@@ -33,12 +35,13 @@ from ..descriptors import (
     Homes,
     PlaneTable,
     PlaneTables,
+    describe_rotation_on_the_way,
     moved_parts,
     whole_move,
 )
 from ..environment import staging_bytes, zero_copy_bytes
-from .device import Arguments
-from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Slots, Uploaded
+from .device import TYPE_NAMES, Arguments
+from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Rotated, Slots, Uploaded
 from .segments import ALIGN_BYTES, Part, Segment, cut, home_rows
 
 STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
@@ -52,7 +55,7 @@ TILE_BYTES, TILE_ROWS = (
     32 << 10,
     256,
 )  # of one plane, moved by a thread block at a stretch; LMC_ROWS_KNOWN of transfer.cu
-FLAG_WORDS = 2  # the first bad token, and one word to keep what follows aligned to 16 bytes
+FLAG_WORDS = 2  # the first bad token, and the first that cannot be rotated, which the checks of a plan rule out
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Call(NamedTuple):
     kernel: str
     tile_tokens: int
     keeps: bool
+    rotated: Rotated | None
 
 
 class Lane:
@@ -140,11 +144,19 @@ class Lane:
         stream: int,
     ) -> Call:  # fmt: skip
         """Bring the tables of a call to the device on `stream`, and fill in the batch but for its chunks."""
+        if plan.rotation is not None and width % plan.cache.dtype.itemsize:
+            raise StrideError(
+                f"rotation: keys of {plan.cache.dtype} at addresses that are multiples of {width} byte only"
+            )
         words_per_layer = plan.cache.kv_size * WORDS_PER_PLANE
-        words = array("q", (NO_BAD_TOKEN, 0))
+        words = array("q", (NO_BAD_TOKEN, NO_BAD_TOKEN))
         words.extend(planes.words[first_layer * words_per_layer : (first_layer + len(plan.planes)) * words_per_layer])
         planes_end = len(words)
         words.extend(chunks)
+        chunks_end = len(words)
+        if plan.rotation is not None:
+            for positions in (plan.rotation.old_positions, plan.rotation.new_positions):
+                words.frombytes(ctypes.string_at(positions.data_ptr(), len(positions) * WORD_BYTES))
         uploaded = self._upload(plan, slots, words, planes_end, stream)
         tile_tokens = tile_tokens_of(planes)
         move = whole_move(plan, planes, tile_tokens)
@@ -152,7 +164,19 @@ class Lane:
         move.bad_token, move.planes_per_unit = uploaded.block.device.address, PLANES_PER_UNIT
         self._batch.move = move
         keeps = slots.may_skip and self._operation == "gather"
-        return Call(plan, slots, planes, uploaded, f"{self._operation}_{width}", tile_tokens, keeps)
+        rotated = None if plan.rotation is None else self._describe_rotation(plan, uploaded, chunks_end)
+        return Call(plan, slots, planes, uploaded, f"{self._operation}_{width}", tile_tokens, keeps, rotated)
+
+    def _describe_rotation(self, plan: TransferPlan, uploaded: Uploaded, words_before: int) -> Rotated:
+        """How keys are rotated on the way; old positions, then new ones, are behind so many words of the tables."""
+        assert plan.rotation is not None
+        rope, base = plan.rotation.rope, uploaded.block.device.address
+        old, table = base + words_before * WORD_BYTES, self._device.table(rope)
+        new = old + len(plan.slots) * WORD_BYTES
+        rotation = describe_rotation_on_the_way(plan.cache, old, new, table, rope.is_neox)
+        rotation.bad_token = base + WORD_BYTES
+        kernel = f"scatter_rotated_{TYPE_NAMES[plan.cache.dtype]}_{TYPE_NAMES[table.dtype]}"
+        return Rotated(kernel, Arguments(self._batch, rotation))
 
     def _upload(self, plan: TransferPlan, slots: Slots, words: array[int], planes_end: int, stream: int) -> Uploaded:
         """Bring tables to the device on `stream`, and slots: those of the host too, others on the current stream. `stream`
@@ -215,10 +239,25 @@ class Lane:
         call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, stream)
         self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
         units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
-        device.launch(call.kernel, stream, self._arguments, min(most_blocks, units))
+        if call.rotated is None:
+            device.launch(call.kernel, stream, self._arguments, min(most_blocks, units))
+        else:
+            self._launch_rotated(call, call.rotated, stream, min(most_blocks, units))
         if slots.reports:
             self._fetch_flag(call, stream)
         return self._begun(call, [device.record(stream)])
+
+    def _launch_rotated(self, call: Call, rotated: Rotated, stream: int, num_blocks: int) -> None:
+        """The planes of the batch in two launches, where it has both: keys are rotated, values only moved."""
+        move, num_layers = self._batch.move, len(call.plan.planes)
+        first, end = move.first_plane, move.first_plane + move.num_planes
+        if first < num_layers:
+            move.num_planes = min(end, num_layers) - first
+            self._device.launch(rotated.kernel, stream, rotated.arguments, num_blocks)
+        if end > num_layers:
+            move.first_plane = max(first, num_layers)
+            move.num_planes = end - move.first_plane
+            self._device.launch(call.kernel, stream, self._arguments, num_blocks)
 
     def _point(self, rows: list[int] | None, table: int, num_chunks: int, num_tiles: int) -> None:
         """Let the batch have these chunks: rows that travel with the launch, or a table on the device."""
@@ -276,7 +315,10 @@ class Lane:
             self._describe_segment(segment, place)
             if call.keeps:
                 self._keep(call, segment, place)
-            device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
+            if call.rotated is None:
+                device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
+            else:
+                self._launch_rotated(call, call.rotated, place.stream, STAGED_BLOCKS)
             if stores:
                 self._copy(segment, place, to_home=True)
             segment = next(segments, None)

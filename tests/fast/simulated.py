@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 from emulated import library
+from spans import Spans, merged, overlap, span_of
 
-from lmcache_fast.cuda.device import Arguments, Memory
-from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK, WORDS_PER_PLANE, Batch, Homes
+from lmcache_fast.cpu.backend import TYPE_NUMBERS
+from lmcache_fast.cuda.device import TYPE_NAMES, Arguments, Memory
+from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK, WORDS_PER_PLANE, Batch, Homes, Rotation
+from lmcache_ref.rope import RotarySpec
 
 WORD = 8
-Spans = list[tuple[int, int]]  # [begin, end) addresses
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 VERBS = ("wait", "record")
 
 
@@ -92,6 +95,7 @@ class SimulatedDevice:
         self.uses: dict[str, list[Use]] = {verb: [] for verb in VERBS}
         self.stream = 0  # the current one
         self.launches: list[str] = []
+        self.tables: dict[RotarySpec, torch.Tensor] = {}
 
     # ------------------------------------------------------------------------------------------ the verbs
 
@@ -156,14 +160,20 @@ class SimulatedDevice:
             self.launches_left -= 1
             if self.launches_left < 0:
                 raise RuntimeError("this launch fails")
-        batch, *homes = (type(structure).from_buffer_copy(structure) for structure in arguments.structures)
-        name, width = kernel.split("_")
-        assert len(homes) == (name == "keep")
+        batch, *more = (type(structure).from_buffer_copy(structure) for structure in arguments.structures)
+        name = kernel.split("_")[0]
+        assert list(map(type, more)) == ([Rotation] if "rotated" in kernel else [Homes] if name == "keep" else [])
         self.launches.append(kernel)
-        self._enqueue(stream, kernel, lambda: self._move(name, int(width), batch, *homes))
+        self._enqueue(stream, kernel, lambda: self._move(kernel, batch, *more))
 
     def device_memory(self, num_bytes: int) -> Memory:
         return self.register(torch.full((num_bytes + 512,), 0xA5, dtype=torch.uint8), 512)
+
+    def table(self, rope: RotarySpec) -> torch.Tensor:
+        if rope not in self.tables:
+            self.tables[rope] = rope.cos_sin_cache.clone()
+            self.register(self.tables[rope])
+        return self.tables[rope]
 
     def pinned_memory(self, num_bytes: int) -> Memory:
         return self.device_memory(num_bytes)
@@ -294,9 +304,12 @@ class SimulatedDevice:
         self._require(address, address + count * WORD)
         return list((ctypes.c_int64 * count).from_address(address))
 
-    def _move(self, name: str, width: int, batch: Batch, homes: Homes | None = None) -> tuple[Spans, Spans]:
+    def _move(self, kernel: str, batch: Batch, more: Homes | Rotation | None = None) -> tuple[Spans, Spans]:
         """Which bytes a kernel of csrc will touch, row by row, said once more; then its own text is run, block by block."""
         move, running = batch.move, self._running
+        name, homes = kernel.split("_")[0], more if isinstance(more, Homes) else None
+        rotation = more if isinstance(more, Rotation) else None
+        width = rotation.dim_stride_bytes if rotation else int(kernel.split("_")[1])
         num_planes = move.num_layers * move.kv_size
         tables = [(move.planes, move.planes + num_planes * WORDS_PER_PLANE * WORD)]
         if move.chunks:
@@ -314,6 +327,9 @@ class SimulatedDevice:
             ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
             self._check(Touched(running.number, running.label, [ids], []), running.before, keep=False)
             reads.append(ids)
+            if rotation:
+                assert move.first_plane + move.num_planes <= move.num_layers, "values would be rotated"
+                reads += self._read_rotation(rotation, kernel, first, num_tokens)
             for token, slot in enumerate(self._words(ids[0], num_tokens)):
                 if slot >= move.num_ids and name != "keep":
                     writes.append((move.bad_token, move.bad_token + WORD))
@@ -335,49 +351,36 @@ class SimulatedDevice:
                             self._require(address, address + move.piece_bytes)
                         reads.append((source, source + move.piece_bytes))
                         writes.append((target, target + move.piece_bytes))
-        run_kernel(name, width, batch, homes)
+        run_kernel(kernel, batch, more)
         return reads, writes
 
+    def _read_rotation(self, rotation: Rotation, kernel: str, first: int, num_tokens: int) -> Spans:
+        """The positions of some tokens and their rows of the table."""
+        running = self._running
+        row_bytes = 2 * rotation.num_pairs * TYPES[kernel.split("_")[3]].itemsize
+        reads = [
+            (positions + first * WORD, positions + (first + num_tokens) * WORD)
+            for positions in (rotation.old_positions, rotation.new_positions)
+        ]
+        self._check(Touched(running.number, running.label, reads, []), running.before, keep=False)
+        for begin, _ in list(reads):
+            for position in self._words(begin, num_tokens):
+                row = rotation.table_address + position * rotation.table_row_stride_bytes
+                self._require(row, row + row_bytes)
+                reads.append((row, row + row_bytes))
+        return reads
 
-def run_kernel(name: str, width: int, batch: Batch, homes: Homes | None) -> None:
+
+def run_kernel(kernel: str, batch: Batch, more: Homes | Rotation | None) -> None:
     """gather, scatter or keep, with few threads."""
     counts = (ctypes.c_int64 * 3)()
-    launch = width.bit_length() - 1, 2, 32, ctypes.addressof(counts)
-    if homes is not None:
-        library().launch_keep(ctypes.byref(batch), ctypes.byref(homes), *launch)
+    name, *words = kernel.split("_")
+    launch = 2, 32, ctypes.addressof(counts)
+    if name == "keep":
+        library().launch_keep(ctypes.byref(batch), ctypes.byref(more), int(words[0]).bit_length() - 1, *launch)
+    elif more is not None:
+        types = (TYPE_NUMBERS[TYPES[word]] for word in words[1:])
+        library().launch_scatter_rotated(ctypes.byref(batch), ctypes.byref(more), *types, *launch)
     else:
-        library().launch_move(ctypes.byref(batch), int(name == "scatter"), *launch)
+        library().launch_move(ctypes.byref(batch), int(name == "scatter"), int(words[0]).bit_length() - 1, *launch)
     assert counts[0] == counts[2] == 0, "vectors that are not aligned, or barriers that not all threads reach"
-
-
-def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of a contiguous tensor."""
-    assert tensor.is_contiguous()
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-
-def merged(spans: Spans) -> Spans:
-    """The same bytes in order, neighbours joined."""
-    result: Spans = []
-    for begin, end in sorted(spans):
-        if result and begin <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((begin, end))
-    return result
-
-
-def overlap(a: Spans, b: Spans) -> bool:
-    """Whether two lists of spans share a byte."""
-    if len(a) > len(b):
-        a, b = b, a
-    a, b = merged(a), merged(b)
-    i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i][1] <= b[j][0]:
-            i += 1
-        elif b[j][1] <= a[i][0]:
-            j += 1
-        else:
-            return True
-    return False

@@ -16,81 +16,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_worlds import BS, CHUNK_BYTES, FILL, NB, OTHERS, SLOTS, World, fill_chunks, same
 from simulated import VERBS, Race, SimulatedDevice
 
 from lmcache_fast.cuda import holdings, pipeline
-from lmcache_fast.cuda.backend import Engine
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
-from lmcache_ref.kv_cache import PagedKVCache
-from lmcache_ref.memory import MemoryFormat
-from lmcache_ref.plan import TransferPlan
-from lmcache_ref.transfer import Transfer, reference_gather, reference_scatter
-
-NL, NB, BS, D, CHUNK = 2, 12, 4, 8, 4  # int16: a row is 16 bytes, a chunk 256
-CHUNK_BYTES = 2 * NL * CHUNK * D * 2
-SLOTS = torch.randperm(NB * BS, generator=torch.Generator().manual_seed(3))[: 6 * CHUNK]
-OTHERS = torch.tensor(sorted(set(range(NB * BS)) - set(SLOTS.tolist())))
-FILL = 0x5C
 
 
 @pytest.fixture(autouse=True)
 def four_segments_fit(monkeypatch):
     monkeypatch.setenv(STAGING_BYTES, str(4 * CHUNK_BYTES))
     monkeypatch.delenv("LMCACHE_VALIDATE", raising=False)
-
-
-class World:
-    """A cache, pools of chunks, and a device; what the reference would have made of them."""
-
-    def __init__(self, device: SimulatedDevice, num_pools: int = 2, chunk_tokens: int = CHUNK, num_chunks: int = 6):
-        self.device, self.engine = device, Engine(device)
-        values = torch.arange(NL * 2 * NB * BS * D, dtype=torch.int16)
-        self.memory = values.view(NL, 2, NB, BS, 1, D).clone()
-        self.cache = PagedKVCache(tuple(tuple(self.memory[layer, kv] for kv in range(2)) for layer in range(NL)))
-        shape = (num_pools, num_chunks, 2, NL, chunk_tokens, D)
-        self.pools = (torch.arange(torch.Size(shape).numel(), dtype=torch.int16) + 20000).view(shape)
-        device.register(self.memory)
-        device.register(self.pools)
-
-    def plan(self, pool: int, slots: torch.Tensor = SLOTS, skip: int = 0) -> TransferPlan:
-        chunks = list(self.pools[pool])
-        return TransferPlan.build(
-            self.cache, slots, chunks, fmt=MemoryFormat.KV_2LTD, skip_prefix_n_tokens=skip
-        )  # fmt: skip
-
-    def gathered(self, plan: TransferPlan, pool: int) -> torch.Tensor:
-        """What the reference gathers into a pool; nothing is changed."""
-        before = self.pools[pool].clone()
-        try:
-            reference_gather(plan)
-            return self.pools[pool].clone()
-        finally:
-            self.pools[pool].copy_(before)
-
-    def scattered(self, plan: TransferPlan) -> torch.Tensor:
-        before = self.memory.clone()
-        try:
-            reference_scatter(plan)
-            return self.memory.clone()
-        finally:
-            self.memory.copy_(before)
-
-    def store(self, plan: TransferPlan) -> Transfer:
-        return self.engine.move("gather", plan)
-
-    def load(self, plan: TransferPlan) -> Transfer:
-        return self.engine.move("scatter", plan)
-
-
-def same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert torch.equal(got, expected), f"{what}: {int((got != expected).sum())} elements differ"
-
-
-def fill_chunks(world: World) -> None:
-    """The current stream writes what they hold to the chunks, late."""
-    final = world.pools.clone()
-    world.device.work(lambda: world.pools.copy_(final), [], [world.pools])
 
 
 # ------------------------------------------------------------------------------------------------ scenarios
@@ -153,6 +90,36 @@ def load_twice(device: SimulatedDevice) -> None:
     device.finish()
     same(seen, old, "what was read before")
     same(later, expected, "what was read after")
+
+
+def load_rotated(device: SimulatedDevice) -> None:
+    """Keys re-rotated on the way, behind readers of the pages and writers of the chunks, before later work; then chunks and
+    positions are somebody else's. Chunks of both kinds; slots of the device."""
+    world = World(device)
+    fill_chunks(world)
+    slots = SLOTS.clone()
+    device.register(slots)
+    device.device_tensors |= {slots.data_ptr(), *(chunk.data_ptr() for chunk in world.pools[1])}
+    old, seen, later = world.memory.clone(), torch.empty_like(world.memory), torch.empty_like(world.memory)
+    device.work(lambda: seen.copy_(world.memory), [world.memory], [])
+    plans = [world.rotated_plan(0, slots), world.rotated_plan(1, OTHERS)]
+    expected = world.memory.clone()
+    for plan in plans:
+        expected = torch.where(world.scattered(plan) != world.memory, world.scattered(plan), expected)
+    transfers = [world.load(plan) for plan in plans]
+    for plan in plans:
+        plan.rotation.old_positions.fill_(0)
+    for transfer in transfers:
+        transfer.wait()
+    device.work(lambda: later.copy_(world.memory), [world.memory], [])
+    for transfer, pool in zip(transfers, world.pools, strict=True):
+        while not transfer.done():
+            pass
+        device.host_writes(pool, FILL)
+    device.finish()
+    same(seen, old, "what was read before")
+    same(later, expected, "what was read after")
+    assert device.launches.count("scatter_rotated_bfloat16_float32") >= 2
 
 
 def store_then_load(device: SimulatedDevice) -> None:
@@ -269,7 +236,7 @@ def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[Simul
     return run
 
 
-STAGED = (store_twice, store_and_free, load_twice, store_then_load, load_by_slots_on_the_device)
+STAGED = (store_twice, store_and_free, load_twice, load_rotated, store_then_load, load_by_slots_on_the_device)
 OTHERS_TOO = (slots_on_the_device, on_the_device, a_launch_that_fails)
 SCENARIOS: dict[str, Callable[[SimulatedDevice], None]] = {
     **{scenario.__name__: scenario for scenario in (*STAGED, *OTHERS_TOO)},
