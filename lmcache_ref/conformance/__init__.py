@@ -4,7 +4,8 @@
         print(result.case, result.error or "ok")
 
 or `lmcache-ref verify`, or `pytest -p lmcache_ref.conformance.plugin --pyargs lmcache_ref.conformance --backend mine`.
-What comes out is compared with an idea of its own (einops and flat slots), never with another backend.
+What comes out is compared with an idea of its own (einops and flat slots), never with another backend. Bytes only:
+rotations, by `rerotate` or on the way of a scatter, are not in it.
 """
 
 from .cases import Case, all_cases, expected_count

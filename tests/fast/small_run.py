@@ -15,7 +15,7 @@ from typing import Any
 
 import strided
 import torch
-from rotations import HS, KEY_DTYPES, NH, T, positions, storage, table
+from rotations import HS, KEY_DTYPES, NH, T, numbers, positions, storage, table
 from strided import FORMATS, GEOMETRIES, REQUEST, Case, Sizes, World, assert_same_worlds
 
 from helpers import assert_same
@@ -23,6 +23,7 @@ from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref import rope as spec
 from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.plan import TransferPlan
+from lmcache_ref.rerotation import Rerotation
 from lmcache_ref.rope import RotarySpec
 from lmcache_ref.transfer import reference_gather, reference_scatter
 
@@ -83,6 +84,22 @@ class PlacedWorld(World):
         return replace(plan, slots=PLACES[self.way.slots](plan.slots))
 
 
+@dataclass
+class RotatedWorld(PlacedWorld):
+    """Chunks of finite numbers, and a plan that moves some of their keys to other positions."""
+
+    rope: RotarySpec
+
+    def _memory(self, num_elements: int, is_source: bool) -> torch.Tensor:
+        memory = super()._memory(num_elements, is_source)
+        return memory.copy_(numbers(num_elements, self.case.dtype, 1)) if is_source else memory
+
+    def plan(self) -> TransferPlan:
+        plan = super().plan()
+        rotation = Rerotation(*positions(2, len(plan.slots)), self.rope)
+        return replace(plan, rotation=rotation.checked(plan.cache, len(plan.slots)))
+
+
 def cases(direction: str) -> Iterator[Case]:
     for (geometry, name), (num_heads, head_size, dtype) in itertools.product(LAYOUTS, ROWS):
         sizes = Sizes(NL, FORMATS[name].planes, NB, BS, num_heads, head_size)
@@ -128,6 +145,27 @@ def bad_slots(backend: Any) -> int:
             REFERENCE[direction](expected.plan())
             assert_same_worlds(world, expected, f"bad slots, {direction} {chunks} {case}")
             count += 1
+    return count
+
+
+def rotated_scatters(backend: Any, ways: tuple[Way, ...]) -> int:
+    """Keys that are re-rotated on the way, of every dtype by tables of every dtype; how many there were."""
+    count = 0
+    for way in ways:
+        os.environ.update(way.variables)
+        try:
+            for key_dtype, table_dtype in itertools.product(KEY_DTYPES, KEY_DTYPES):
+                rope = RotarySpec(table(HS if count % 3 else 6, table_dtype), count % 2 == 0)
+                geometry = GEOMETRIES["hnd" if count % 5 < 2 else "nhd"]
+                case = Case(Sizes(NL, 2, NB, BS, NH, HS), key_dtype, geometry, FORMATS["KV_2LTD"], REQUEST)
+                world, expected = RotatedWorld(case, False, way, rope), RotatedWorld(case, False, ON_HOST[0], rope)
+                backend.scatter(world.plan()).synchronize()
+                reference_scatter(expected.plan())
+                assert_same_worlds(world, expected, f"scatter {way} {case} {rope}")
+                count += 1
+        finally:
+            for variable in way.variables:
+                del os.environ[variable]
     return count
 
 
@@ -182,9 +220,16 @@ def main(what: str) -> None:
 
         strided.GUARD_ELEMENTS = 0
         backend = load()
-        counts = moves(backend, ON_GPU), bad_slots(backend), rotations(backend, "device")
+        counts = (
+            moves(backend, ON_GPU),
+            bad_slots(backend),
+            rotated_scatters(backend, ON_GPU),
+            rotations(backend, "device"),
+        )
         torch.cuda.synchronize()
-        print("{} moves, {} with bad slots, {} rotations: the bits of the specification".format(*counts))
+        print(
+            "{} moves, {} with bad slots, {} that rotate, {} rotations: the bits of the specification".format(*counts)
+        )
     print("ran to the end")
 
 

@@ -9,13 +9,13 @@ import functools
 import itertools
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from emulated import NO_BAD_TOKEN, Launch, Outcome
-from rotations import KEY_DTYPES, MAX_POSITION, numbers, positions, table
-from small_run import ON_GPU, PlacedWorld, Way
+from rotations import KEY_DTYPES, MAX_POSITION, positions, table
+from small_run import ON_GPU, ON_HOST, RotatedWorld, Way
 from strided import FORMATS, GEOMETRIES, REQUEST, Case, Request, Sizes, World, assert_same_worlds
 
 from drive import Bench
@@ -24,7 +24,6 @@ from lmcache_fast.cpu import backend as cpu_module
 from lmcache_ref.backends import Operations, get_backend
 from lmcache_ref.connectors import layerwise
 from lmcache_ref.errors import ArgumentError, DuplicateSlotError, SlotRangeError
-from lmcache_ref.plan import TransferPlan
 from lmcache_ref.rerotation import Rerotation
 from lmcache_ref.rope import RotarySpec, rotary_table
 from lmcache_ref.transfer import reference_scatter
@@ -32,29 +31,13 @@ from steps import Open
 
 NL, NB, BS, NH, HS = 3, 7, 3, 3, 20
 ROTARY_DIMS = (2, 6, HS)
-HOST = Way("pageable", "pageable", "pageable", {})
+(HOST,) = ON_HOST
 on_gpu = pytest.mark.gpu
 
 
 @functools.lru_cache
 def rope_of(rotary_dim: int, dtype: torch.dtype, is_neox: bool) -> RotarySpec:
     return RotarySpec(table(rotary_dim, dtype), is_neox)
-
-
-@dataclass
-class RotatedWorld(PlacedWorld):
-    """Chunks of finite numbers, and a plan that moves some of their keys to other positions."""
-
-    rope: RotarySpec
-
-    def _memory(self, num_elements: int, is_source: bool) -> torch.Tensor:
-        memory = super()._memory(num_elements, is_source)
-        return memory.copy_(numbers(num_elements, self.case.dtype, 1)) if is_source else memory
-
-    def plan(self) -> TransferPlan:
-        plan = super().plan()
-        rotation = Rerotation(*positions(2, len(plan.slots)), self.rope)
-        return replace(plan, rotation=rotation.checked(plan.cache, len(plan.slots)))
 
 
 def world_of(case: Case, rope: RotarySpec, way: Way = HOST) -> RotatedWorld:
