@@ -364,7 +364,7 @@ class SimulatedDevice:
         ]
         self._check(Touched(running.number, running.label, reads, []), running.before, keep=False)
         for begin, _ in list(reads):
-            for position in self._words(begin, num_tokens):
+            for position in filter(range(rotation.max_position).__contains__, self._words(begin, num_tokens)):
                 row = rotation.table_address + position * rotation.table_row_stride_bytes
                 self._require(row, row + row_bytes)
                 reads.append((row, row + row_bytes))

@@ -81,3 +81,19 @@ def test_keys_that_are_not_aligned_are_refused(monkeypatch):
     with pytest.raises(StrideError, match=r"rotation: keys of torch\.bfloat16 .* multiples of 1 byte"):
         world.load(replace(plan, spans=(span,)))
     same(device.host_reads(world.memory), before, "the pages")
+
+
+def test_positions_changed_after_they_were_checked_are_not_followed():
+    """Nor are they taken for a slot out of range: such a key stays, its value moves."""
+    device = SimulatedDevice(1)
+    world = World(device)
+    slots = SLOTS.clone()
+    device.register(slots)
+    device.device_tensors.add(slots.data_ptr())
+    plan = world.rotated_plan(0, slots)
+    expected = world.scattered(plan)
+    block, offset = divmod(int(slots[5]), 4)
+    expected[:, 0, block, offset, :, :6] = world.memory[:, 0, block, offset, :, :6]
+    plan.rotation.old_positions[5] = 1 << 40
+    world.load(plan).synchronize()
+    same(device.host_reads(world.memory), expected, "the pages")
