@@ -38,9 +38,6 @@ with torch.device("cpu"):
     torch.empty(0)
 
 
-# Most calls of tests are small. They go through staging, as those of a model do; zero copy has tests of its own.
-os.environ.setdefault("LMCACHE_FAST_ZERO_COPY_BYTES", "0")
-
 # Workers of xdist share the cores: threads beyond them would only wait for each other.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
@@ -87,6 +84,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     required = item.get_closest_marker("gpu") and item.config.getoption("--require-gpu")
     if required and not torch.cuda.is_available():
         pytest.fail("no CUDA device, and --require-gpu was given", pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_zero_copy() -> None:
+    """Most calls of tests are small. They go through staging, as those of a model do; zero copy has tests of its own."""
+    os.environ.setdefault("LMCACHE_FAST_ZERO_COPY_BYTES", "0")
 
 
 @pytest.fixture(autouse=True, scope="session")
