@@ -10,7 +10,7 @@ import math
 import weakref
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -62,6 +62,7 @@ class PlaneTable:
     granule_bytes: the greatest number that divides all of these and the piece.
     alike: whether all have the same strides.
     pieces_per_token: 1 where the heads of a slot are contiguous in every plane, else NH; a piece is `piece_bytes` long.
+    moves: what `whole_move` has made of it for so many layers and tokens a tile.
     """
 
     words: array[int]
@@ -69,6 +70,7 @@ class PlaneTable:
     alike: bool
     pieces_per_token: int
     piece_bytes: int
+    moves: dict[tuple[int, int], ctypes.Structure] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def token_bytes(self) -> int:
@@ -192,6 +194,13 @@ def describe_move(
 
 def whole_move(plan: TransferPlan, planes: PlaneTable, tile_tokens: int) -> ctypes.Structure:
     """The struct Move of a batch in all planes of a plan, slots as ids; addresses and the numbers of chunks are left 0."""
+    known = planes.moves.get((len(plan.planes), tile_tokens))
+    if known is None:
+        known = planes.moves[len(plan.planes), tile_tokens] = _whole_move(plan, planes, tile_tokens)
+    return Move.from_buffer_copy(known)
+
+
+def _whole_move(plan: TransferPlan, planes: PlaneTable, tile_tokens: int) -> ctypes.Structure:
     cache, num_layers = plan.cache, len(plan.planes)
     block_size, kv_size = cache.block_size, cache.kv_size
     return Move(

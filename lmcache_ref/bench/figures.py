@@ -253,6 +253,9 @@ def _layerwise(scene: Scene, operation: str, ceiling: str) -> Iterator[Reading]:
         host_runs = {m.name: functools.partial(by_layer.move, operation, sync=False) for m, by_layer in layered.items()}
         on_host = interleaved(host_runs, functools.partial(_own_time, clock), scene.repeats)
         yield from _readings(f"{figure} host", "us/layer", on_host, _scaled(1e6 / setting.case.shape.NL))
+    clock.synchronize()
+    for by_layer in layered.values():
+        by_layer.release()
 
 
 def _whole(mover: Mover, operation: str, job: Job) -> None:

@@ -72,6 +72,10 @@ class LayerwiseMover:
         with use_backend(self._backend):
             return self._store(options) if operation == "gather" else self._load(options)
 
+    def release(self) -> None:
+        """Let go of the objects; the device must have finished."""
+        self._connector.reap()
+
     def _store(self, options: dict[str, Any]) -> float:
         layers = self._setting.layers
         started = time.perf_counter()
