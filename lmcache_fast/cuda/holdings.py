@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lmcache_ref.errors import SlotRangeError
+from lmcache_ref.plan import TransferPlan
 from lmcache_ref.transfer import Transfer
 
+from ..descriptors import PlaneTable
 from .device import Arguments, Memory
 
 WORD_BYTES = 8
@@ -72,6 +74,19 @@ class Rotated(NamedTuple):
 
     kernel: str
     arguments: Arguments
+
+
+class Call(NamedTuple):
+    """What the segments of one call share. keeps: rows in staging must hold what they had."""
+
+    plan: TransferPlan
+    slots: Slots
+    planes: PlaneTable
+    uploaded: Uploaded
+    kernel: str
+    tile_tokens: int
+    keeps: bool
+    rotated: Rotated | None
 
 
 class CudaTransfer(Transfer):

@@ -19,7 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -41,16 +41,14 @@ from ..descriptors import (
 )
 from ..environment import staging_bytes, zero_copy_bytes
 from .device import TYPE_NAMES, Arguments
-from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, CudaTransfer, Place, Ring, Rotated, Slots, Uploaded
-from .segments import ALIGN_BYTES, Part, Segment, cut, home_rows
+from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, Call, CudaTransfer, Place, Ring, Rotated, Slots, Uploaded
+from .segments import ALIGN_BYTES, LEAST_SEGMENT_BYTES, Part, Segment, cut, home_rows, segment_bytes
 
 STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
 ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
 MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
 PLANES_PER_UNIT = 4
 PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
-LEAST_SEGMENT_BYTES = 4 << 20
-SEGMENTS_PER_CALL = 2  # at least, behind the first, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
 TILE_BYTES, TILE_ROWS = (
     32 << 10,
     256,
@@ -58,19 +56,6 @@ TILE_BYTES, TILE_ROWS = (
 FLAG_WORDS = 2  # the first bad token, and the first that cannot be rotated, which the checks of a plan rule out
 
 logger = logging.getLogger(__name__)
-
-
-class Call(NamedTuple):
-    """What the segments of one call share. keeps: rows in staging must hold what they had."""
-
-    plan: TransferPlan
-    slots: Slots
-    planes: PlaneTable
-    uploaded: Uploaded
-    kernel: str
-    tile_tokens: int
-    keeps: bool
-    rotated: Rotated | None
 
 
 class Lane:
@@ -269,8 +254,8 @@ class Lane:
     # ------------------------------------------------------------------------------------------ through the ring
 
     def _staged(self, plan: TransferPlan, planes: PlaneTable, first_layer: int, num_bytes: int) -> Transfer:
-        """Segment after segment through the ring. The first one is small, so that the link is soon in use; when loading, it
-        is on its way to staging, where nobody sees it, while the host looks at the slots."""
+        """Segment after segment through the ring. The first one is small, so that the link is soon in use, and it is on its
+        way to staging, where nobody sees it, while the host looks at the slots."""
         device, kv_size, num_layers = self._device, plan.cache.kv_size, len(plan.planes)
         ring = self._ring_of(kv_size * num_layers * planes.token_bytes)
         most, tile_tokens = segment_bytes(ring.place_bytes, num_bytes), tile_tokens_of(planes)
@@ -278,18 +263,26 @@ class Lane:
             moved_parts(plan), kv_size, num_layers, planes.token_bytes, most, tile_tokens, LEAST_SEGMENT_BYTES
         )
         segment, place = next(segments), ring.next()
-        if device.mapped(segment.parts[0][0]) is None:
-            _say_that_memory_is_pageable()
         streams: dict[int, None] = {place.stream: None}
         call = None
         try:
-            if self._operation == "scatter":
+            width, stores = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes), self._operation == "gather"
+            begun = self._device.mapped(segment.parts[0][0]) is not None
+            if not begun:
+                _say_that_memory_is_pageable()
+            if stores and begun:
+                unseen = Slots(device.holds(plan.slots), reports=False, may_skip=False)
+                call = self._describe(plan, unseen, planes, first_layer, width, [], place.stream)
+                self._describe_segment(segment, place)
+                self._launch(call, place)
+            elif begun:
                 device.wait(place.stream, device.record(device.current()))
                 self._copy(segment, place, to_home=False)
             slots = self.look_at_slots(plan)
-            width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes)
-            call = self._describe(plan, slots, planes, first_layer, width, [], place.stream)
-            return self._begun(call, self._run(call, segment, place, segments, ring, streams))
+            if call is None:
+                call = self._describe(plan, slots, planes, first_layer, width, [], place.stream)
+            call = call._replace(slots=slots, keeps=slots.may_skip and stores)
+            return self._begun(call, self._run(call, segment, place, segments, ring, streams, begun))
         except BaseException:  # there will be no handle, and what was begun still uses the caller's memory
             for stream in streams:
                 with contextlib.suppress(Exception):
@@ -306,29 +299,30 @@ class Lane:
         segments: Iterator[Segment],
         ring: Ring,
         streams: dict[int, None],
+        begun: bool,
     ) -> list[Any]:
-        """Each segment on the stream of its place, from `segment`, which when loading is in `place` already, on. Fills
-        `streams` with those that were used; returns the events that end the call."""
+        """Each segment on the stream of its place, from `segment` in `place` on. begun: the first half of that is under way.
+        Fills `streams` with those that were used; returns the events that end the call."""
         device, stores = self._device, self._operation == "gather"
         ready = device.record(place.stream)
         while segment is not None:
-            self._describe_segment(segment, place)
-            if call.keeps:
+            if not stores and not begun:
+                self._copy(segment, place, to_home=False)
+            if not (stores and begun):
+                self._describe_segment(segment, place)
+            if (
+                call.keeps
+            ):  # before the gather where all of the place is filled from home; beside it where kernels do that
                 self._keep(call, segment, place)
-            if call.rotated is None:
-                device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
-            else:
-                self._launch_rotated(call, call.rotated, place.stream, STAGED_BLOCKS)
+            if not (stores and begun):
+                self._launch(call, place)
             if stores:
                 self._copy(segment, place, to_home=True)
-            segment = next(segments, None)
-            if segment is None:
-                break
-            place = ring.next()
-            if place.stream not in streams:
-                streams[place.stream] = device.wait(place.stream, ready)
-            if not stores:
-                self._copy(segment, place, to_home=False)
+            segment, begun = next(segments, None), False
+            if segment is not None:
+                place = ring.next()
+                if place.stream not in streams:
+                    streams[place.stream] = device.wait(place.stream, ready)
         if not call.slots.reports:
             return [device.record(stream) for stream in streams]
         last, *others = streams
@@ -336,6 +330,13 @@ class Lane:
             device.wait(last, device.record(stream))
         self._fetch_flag(call, last)
         return [device.record(last)]
+
+    def _launch(self, call: Call, place: Place) -> None:
+        """Move what the batch describes between the pages and a place."""
+        if call.rotated is None:
+            self._device.launch(call.kernel, place.stream, self._arguments, STAGED_BLOCKS)
+        else:
+            self._launch_rotated(call, call.rotated, place.stream, STAGED_BLOCKS)
 
     def _describe_segment(self, segment: Segment, place: Place) -> None:
         """Let the batch be a segment in a place."""
@@ -380,11 +381,6 @@ class Lane:
             memory = self._device.device_memory(PLACES * place_bytes)
             ring = self._ring = Ring(memory, place_bytes, self._streams)
         return ring
-
-
-def segment_bytes(place_bytes: int, call_bytes: int) -> int:
-    """How much to move at a stretch: small enough to overlap within a call, large enough to keep the link full."""
-    return min(place_bytes, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL)))
 
 
 def tile_tokens_of(planes: PlaneTable) -> int:

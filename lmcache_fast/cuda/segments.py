@@ -13,6 +13,8 @@ from typing import NamedTuple
 from ..descriptors import CHUNKS_IN_BATCH
 
 ALIGN_BYTES = 256  # of a piece in its segment
+LEAST_SEGMENT_BYTES = 4 << 20
+SEGMENTS_PER_CALL = 2  # at least, behind the first, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
 LONGEST_PITCH_BYTES = (1 << 31) - 1  # of a copy in rows
 
 Part = tuple[int, tuple[int, int, int], int, int]  # as `moved_parts` yields them
@@ -123,6 +125,11 @@ def packing(
     gapless = not runs and order == sorted(order, reverse=True)
     plane_bytes = num_tokens * row_bytes if gapless else 0
     return Packing((strides[0], strides[1], strides[2]), packed, plane_bytes, copies)
+
+
+def segment_bytes(place_bytes: int, call_bytes: int) -> int:
+    """How much to move at a stretch: small enough to overlap within a call, large enough to keep the link full."""
+    return min(place_bytes, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL)))
 
 
 def cut(

@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_fast.cuda import pipeline
-from lmcache_fast.cuda.segments import ALIGN_BYTES, Copy, Segment, cut, packing
+from lmcache_fast.cuda.segments import ALIGN_BYTES, Copy, Segment, cut, packing, segment_bytes
 from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK
 
 ROW = 8
@@ -118,7 +117,7 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
 
 def test_segment_sizes():
     """Half of the call, so that its stages overlap; no less than 4 MiB and no more than a place."""
-    assert pipeline.segment_bytes(32 * MiB, 1 << 30) == 32 * MiB
-    assert pipeline.segment_bytes(32 * MiB, 40 * MiB) == 20 * MiB
-    assert pipeline.segment_bytes(32 * MiB, MiB) == 4 * MiB
-    assert pipeline.segment_bytes(512, MiB) == 512
+    assert segment_bytes(32 * MiB, 1 << 30) == 32 * MiB
+    assert segment_bytes(32 * MiB, 40 * MiB) == 20 * MiB
+    assert segment_bytes(32 * MiB, MiB) == 4 * MiB
+    assert segment_bytes(512, MiB) == 512
