@@ -56,6 +56,8 @@ def calibrate(engine: Any) -> Calibration:
         limits = [int(found.zero_copy_bytes[operation]) for operation in OPERATIONS]
     except (OSError, ValueError, TypeError, KeyError):
         found = _measure(engine)
+        for lane in engine.lanes.values():
+            lane.release()
         _keep(found, file)
         limits = [found.zero_copy_bytes[operation] for operation in OPERATIONS]
     for operation, limit in zip(OPERATIONS, limits, strict=True):

@@ -370,6 +370,13 @@ class Lane:
                 pitches = (copy.home_pitch, copy.packed_pitch) if to_home else (copy.packed_pitch, copy.home_pitch)
                 device.copy_rows(target, pitches[0], source, pitches[1], width, copy.height, stream)
 
+    def release(self) -> None:
+        """Give staging back, after its last user; the next call takes it again."""
+        with self._lock:
+            for transfer in self._under_way:
+                transfer.finish()
+            self._ring = None
+
     def _ring_of(self, least_bytes: int) -> Ring:
         """The ring, its places of at least so many bytes; a new one when another size is asked for, after the last user
         of the old one."""

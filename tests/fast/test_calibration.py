@@ -25,7 +25,7 @@ def measured(tmp_path, monkeypatch):
     made: list[object] = []
     monkeypatch.setattr(calibration, "_file", lambda index: tmp_path / "folder" / f"calibration-{index}.json")
     monkeypatch.setattr(calibration, "_measure", lambda engine: made.append(engine) or FOUND)
-    lanes = {name: SimpleNamespace(zero_copy_bytes=None) for name in calibration.OPERATIONS}
+    lanes = {name: SimpleNamespace(zero_copy_bytes=None, release=lambda: None) for name in calibration.OPERATIONS}
     return SimpleNamespace(device=SimpleNamespace(index=0), lanes=lanes), made, tmp_path / "folder"
 
 

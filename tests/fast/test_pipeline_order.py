@@ -394,6 +394,17 @@ def test_pageable_memory_is_said_once(caplog):
     ]
 
 
+def test_released_staging_is_taken_again():
+    world = World(SimulatedDevice(0))
+    expected = world.gathered(world.plan(0), 0)
+    world.store(world.plan(1))
+    lane = world.engine.lanes["gather"]
+    lane.release()
+    assert lane._ring is None
+    world.store(world.plan(0)).synchronize()
+    same(world.device.host_reads(world.pools[0]), expected, "the pool")
+
+
 def test_descriptor_blocks_and_transfers_do_not_pile_up():
     world = World(SimulatedDevice(0))
     for _ in range(5):
