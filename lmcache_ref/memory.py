@@ -140,7 +140,8 @@ class MemoryObj:
     def ref_count_up(self) -> None:
         """Take one more reference. UseAfterFreeError when the memory is gone."""
         with self._allocator.lock:
-            self._require_valid()
+            if self.metadata.ref_count <= 0 or self._allocator.pool is None:
+                self._require_valid()
             self.metadata.ref_count += 1
 
     def ref_count_down(self) -> None:
@@ -149,7 +150,8 @@ class MemoryObj:
             if self.metadata.ref_count == 0:
                 raise DoubleFreeError(f"ref_count_down of an object without references: {self}")
             self.metadata.ref_count -= 1
-            self._allocator.reclaim(self)
+            if self.metadata.ref_count == 0:
+                self._allocator.reclaim(self)
 
     def pin(self) -> None:
         """Keep the memory, and keep it from eviction, until `unpin`. UseAfterFreeError when it is gone."""

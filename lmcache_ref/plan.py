@@ -146,7 +146,13 @@ class TransferPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens in all chunks, skipped ones included."""
-        return sum(span.end - span.start for span in self.spans)
+        return sum([span.end - span.start for span in self.spans])
+
+    @property
+    def num_moved_tokens(self) -> int:
+        """Tokens in all chunks from the skipped prefix on; those of negative slot included."""
+        skip = self.skip_prefix_n_tokens
+        return sum([max(0, span.end - max(span.start, skip)) for span in self.spans]) if skip else self.num_tokens
 
     @property
     def num_bytes(self) -> int:

@@ -58,9 +58,10 @@ class Engine:
     def move(self, operation: str, plan: TransferPlan) -> Transfer:
         """Host chunks through the ring, those on the device in one launch."""
         lane = self.lanes[operation]
-        kinds = [self.device.holds(span.tensor) for span in plan.spans]
-        if len(set(kinds)) <= 1:
-            return lane.move(plan, on_host=not any(kinds))
+        holds = self.device.holds
+        kinds = [holds(span.tensor) for span in plan.spans]
+        if True not in kinds or False not in kinds:
+            return lane.move(plan, on_host=True not in kinds)
         with self.device.guard():
             lane.look_at_slots(plan)  # of all chunks, before any of them moves
         parts = [replace(plan, spans=_pick(plan, kinds, kind)) for kind in (True, False)]

@@ -66,6 +66,7 @@ class Lane:
         self._tables = PlaneTables()
         self._streams = [device.new_stream(urgent=True) for _ in range(PLACES)]
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
+        self._move, self._chunks = self._batch.move, self._batch.chunks  # parts of the batch
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
         self.zero_copy_bytes = 0  # calls up to here reach host memory by kernels; found by `calibration.py`
         self._ring: Ring | None = None
@@ -88,8 +89,7 @@ class Lane:
         """Move a plan whose chunks are all in host memory, or all in this device's. Raises before anything is moved."""
         with self._lock, self._device.guard():
             self._reap()
-            skip = plan.skip_prefix_n_tokens
-            num_tokens = sum(span.end - max(span.start, skip) for span in plan.spans if span.end > skip)
+            num_tokens = plan.num_moved_tokens
             if num_tokens == 0:
                 return Transfer()
             planes, first_layer = self._tables.find(plan)
@@ -234,7 +234,7 @@ class Lane:
 
     def _launch_rotated(self, call: Call, rotated: Rotated, stream: int, num_blocks: int) -> None:
         """The planes of the batch in two launches, where it has both: keys are rotated, values only moved."""
-        move, num_layers = self._batch.move, len(call.plan.planes)
+        move, num_layers = self._move, len(call.plan.planes)
         first, end = move.first_plane, move.first_plane + move.num_planes
         if first < num_layers:
             move.num_planes = min(end, num_layers) - first
@@ -246,10 +246,10 @@ class Lane:
 
     def _point(self, rows: list[int] | None, table: int, num_chunks: int, num_tiles: int) -> None:
         """Let the batch have these chunks: rows that travel with the launch, or a table on the device."""
-        move = self._batch.move
+        move = self._move
         move.num_chunks, move.num_tiles, move.chunks = num_chunks, num_tiles, 0 if rows is not None else table
         if rows is not None:
-            self._batch.chunks[: len(rows)] = rows
+            self._chunks[: len(rows)] = rows
 
     # ------------------------------------------------------------------------------------------ through the ring
 
@@ -341,7 +341,7 @@ class Lane:
     def _describe_segment(self, segment: Segment, place: Place) -> None:
         """Let the batch be a segment in a place."""
         self._point(segment.rows, 0, len(segment.parts), segment.num_tiles)
-        move = self._batch.move
+        move = self._move
         move.base_address, move.first_plane, move.num_planes = place.address, segment.first_plane, segment.num_planes
 
     def _keep(self, call: Call, segment: Segment, place: Place) -> None:

@@ -54,12 +54,14 @@ class Copy:
 
 class Packing(NamedTuple):
     """Strides of a piece without gaps, its axes in the order they have at home; the copies in between, from the starts of
-    both. plane_bytes: of one plane where planes lie at home one after the other, in the order kv, layer, no gaps; else 0.
-    copies: fields of `Copy`."""
+    both, as fields of `Copy`. aligned_bytes: to where the next piece may begin. is_run: one copy of one run of bytes.
+    plane_bytes: of one plane where planes lie at home one after the other, in the order kv, layer, no gaps; else 0."""
 
     strides: tuple[int, int, int]
     num_bytes: int
+    aligned_bytes: int
     plane_bytes: int
+    is_run: bool
     copies: tuple[tuple[int, int, int, int, int, int], ...]
 
 
@@ -88,7 +90,11 @@ class Segment:
         self.rows += (offset, *packed.strides, first_token, num_tokens, self.num_tiles)
         self.num_tiles += -(-num_tokens // tile_tokens)
         self.num_bytes = offset + packed.num_bytes
-        self.end = -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.end = offset + packed.aligned_bytes
+        if packed.is_run:
+            if not self.copies or not self.copies[-1].joins(address, offset, packed.num_bytes):
+                self.copies.append(Copy(address, offset, packed.num_bytes))
+            return
         for home, near, width, height, home_pitch, packed_pitch in packed.copies:
             home, near = home + address, near + offset
             if height > 1 or not self.copies or not self.copies[-1].joins(home, near, width):
@@ -124,7 +130,8 @@ def packing(
     copies = tuple((h, p, width, height, home_pitch, packed_pitch) for h, p in offsets)
     gapless = not runs and order == sorted(order, reverse=True)
     plane_bytes = num_tokens * row_bytes if gapless else 0
-    return Packing((strides[0], strides[1], strides[2]), packed, plane_bytes, copies)
+    aligned = -(-packed // ALIGN_BYTES) * ALIGN_BYTES
+    return Packing((strides[0], strides[1], strides[2]), packed, aligned, plane_bytes, not runs, copies)
 
 
 def segment_bytes(place_bytes: int, call_bytes: int) -> int:
@@ -148,11 +155,13 @@ def cut(
     """
     num_planes = two * num_layers
     most = segment_bytes if first_bytes is None else min(first_bytes, segment_bytes)
-    segment, known = Segment(0, num_planes), None
+    segment = Segment(0, num_planes)
+    known_strides, known_tokens = None, 0
     for part in parts:
-        if known != part[1::2]:  # most chunks of a call are alike
-            known = part[1::2]
-            packed = packing(two, num_layers, part[3], row_bytes, *part[1])
+        _, strides, _, num_tokens = part
+        if num_tokens != known_tokens or strides != known_strides:  # most chunks of a call are alike
+            known_strides, known_tokens = strides, num_tokens
+            packed = packing(two, num_layers, num_tokens, row_bytes, *strides)
         full = segment.end + packed.num_bytes > most or len(segment.parts) == CHUNKS_IN_BATCH
         if full and segment.parts:
             yield segment

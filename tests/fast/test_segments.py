@@ -106,10 +106,10 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
     size = ALIGN_BYTES
     together = [(5000 + size * i, (0, 0, 16), 16 * i, 16) for i in range(3)]
     (segment,) = cut(together, 1, 1, 16, MiB, 4)
-    assert segment.copies == [Copy(5000, 0, 3 * size, 1, size, size, seams=[size, 2 * size])]
+    assert segment.copies == [Copy(5000, 0, 3 * size, seams=[size, 2 * size])]
     apart = [(5000 + 1000 * i, (0, 0, 16), 16 * i, 16) for i in range(3)]
     (segment,) = cut([*apart, (9000, (0, 0, 16), 48, 16)], 1, 1, 16, MiB, 4)
-    assert segment.copies == [Copy(5000, 0, size, 3, 1000, size), Copy(9000, 3 * size, size, 1, size, size)]
+    assert segment.copies == [Copy(5000, 0, size, 3, 1000, size), Copy(9000, 3 * size, size)]
     assert not Copy(9000, 0, size).joins(5000, size, size)  # backwards
     assert not Copy(0, 0, size).joins(1 << 31, size, size)  # too far
     assert not Copy(0, 0, size).joins(1000, size, 16)  # of another width
