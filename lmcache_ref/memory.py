@@ -94,7 +94,8 @@ class MemoryObj:
         view = known.get(address)
         if view is None or view.shape != shapes[i] or view.dtype != dtypes[i]:
             length_bytes = math.prod(shapes[i]) * dtypes[i].itemsize
-            view = self._view(self.offsets_bytes[i], length_bytes).view(dtypes[i]).view(shapes[i])
+            with torch.inference_mode(False):  # else whoever comes later, outside that mode, could not write to it
+                view = self._view(self.offsets_bytes[i], length_bytes).view(dtypes[i]).view(shapes[i])
             known[address] = view
         return view
 
@@ -244,7 +245,8 @@ class MemoryAllocator:
             raise ArgumentError(f"device: {device!r}; allowed: a torch device ({error})") from error
         # The pages that the pool touches are touched by nothing else, so that they can be locked.
         base_align_bytes = max(align_bytes, PAGE_BYTES)
-        memory = torch.empty(size + base_align_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # else nobody outside that mode could write to it later
+            memory = torch.empty(size + base_align_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
         skipped_bytes = -memory.data_ptr() % base_align_bytes
         self.pool: torch.Tensor | None = memory[skipped_bytes : skipped_bytes + size]  # None once closed
         self.total_bytes = size

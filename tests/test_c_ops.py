@@ -332,3 +332,16 @@ def test_pointers_on_a_gpu_do_not_make_the_host_wait_again():
     assert values_of(tensor) == (4096, 8192)
     assert not busy.query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("direction", ["H2D", "D2H"])
+@pytest.mark.parametrize("form", ["pointers", "tensors"])
+def test_a_call_in_inference_mode_and_the_same_outside_it(form, direction):
+    """What is kept of the first call serves the second one."""
+    case = Case("NL_X_TWO_NB_BS_NH_HS", direction)
+    source, before = case.source(form), case.snapshot()
+    with use_backend("reference"):
+        with torch.inference_mode():
+            case.call(source)
+        case.call(source)
+    case.check(before)

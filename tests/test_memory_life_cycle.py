@@ -159,3 +159,20 @@ def test_bad_tensor_index(i: int) -> None:
     obj = take(HostMemoryAllocator(PAGE), 4)
     with pytest.raises(ArgumentError, match=f"^i: {i}; the object has 1 tensors"):
         obj.get_tensor(i)
+
+
+@pytest.mark.parametrize("pool_in_mode", [False, True])
+def test_a_tensor_first_seen_in_inference_mode_can_be_written_outside_it_and_inside(pool_in_mode):
+    """vLLM's worker runs in that mode, the threads of the storage tiers do not; they see the same tensor."""
+    with torch.inference_mode(pool_in_mode):
+        allocator = HostMemoryAllocator(1 << 16)
+    obj = allocator.allocate(torch.Size([2, 3]), torch.bfloat16)
+    with torch.inference_mode():
+        seen = obj.tensor
+        seen.fill_(1)
+    obj.tensor.fill_(2)
+    obj.raw_tensor[:2].fill_(0)
+    assert obj.tensor is seen
+    with torch.inference_mode():
+        obj.tensor.copy_(torch.full((2, 3), 3.0))
+    assert seen.tolist() == [[3.0] * 3] * 2
