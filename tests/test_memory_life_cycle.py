@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lmcache_ref.connectors.buffers import DeviceBuffers
 from lmcache_ref.errors import ArgumentError, DoubleFreeError, ObjectError, UseAfterFreeError
 from lmcache_ref.memory import GPUMemoryAllocator, HostMemoryAllocator
 from memory_pools import PAGE, U8, each_allocator, take
@@ -177,12 +176,3 @@ def test_a_tensor_first_seen_in_inference_mode_can_be_written_outside_it_and_ins
     with torch.inference_mode():
         obj.tensor.copy_(torch.full((2, 3), 3.0))
     assert seen.tolist() == [[3.0] * 3] * 2
-
-
-def test_a_connectors_buffer_made_in_inference_mode_serves_outside_it():
-    buffers = DeviceBuffers()
-    with torch.inference_mode(), buffers.borrow((4,), torch.uint8, torch.device("cpu")) as first:
-        first.fill_(1)
-    with buffers.borrow((4,), torch.uint8, torch.device("cpu")) as second:
-        assert second.data_ptr() == first.data_ptr()
-        second.fill_(2)

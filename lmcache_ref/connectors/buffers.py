@@ -49,8 +49,7 @@ class DeviceBuffers:
             chosen, used = fitting[0] if fitting else here[-1] if here else (None, None)
             self._free = [entry for entry in self._free if entry[0] is not chosen]
             if chosen is None or len(chosen) < nbytes:
-                with torch.inference_mode(False):  # else nobody outside that mode could write to it later
-                    chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                chosen = torch.empty(nbytes, dtype=torch.uint8, device=device)
             elif used is not None:
                 _streams(device).current_stream(device).wait_event(used)
             self.in_use += 1
