@@ -245,7 +245,8 @@ class MemoryAllocator:
             raise ArgumentError(f"device: {device!r}; allowed: a torch device ({error})") from error
         # The pages that the pool touches are touched by nothing else, so that they can be locked.
         base_align_bytes = max(align_bytes, PAGE_BYTES)
-        memory = torch.empty(size + base_align_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # else nobody outside that mode could write to it later
+            memory = torch.empty(size + base_align_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
         skipped_bytes = -memory.data_ptr() % base_align_bytes
         self.pool: torch.Tensor | None = memory[skipped_bytes : skipped_bytes + size]  # None once closed
         self.total_bytes = size
