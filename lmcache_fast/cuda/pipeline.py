@@ -49,10 +49,8 @@ ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiproc
 MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
 PLANES_PER_UNIT = 4
 PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
-TILE_BYTES, TILE_ROWS = (
-    32 << 10,
-    256,
-)  # of one plane, moved by a thread block at a stretch; LMC_ROWS_KNOWN of transfer.cu
+TILE_BYTES = 32 << 10  # of one plane, moved by a thread block at a stretch
+TILE_ROWS = 256  # LMC_ROWS_KNOWN of transfer.cu
 FLAG_WORDS = 2  # the first bad token, and the first that cannot be rotated, which the checks of a plan rule out
 
 logger = logging.getLogger(__name__)
@@ -267,7 +265,7 @@ class Lane:
         call = None
         try:
             width, stores = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes), self._operation == "gather"
-            begun = self._device.mapped(segment.parts[0][0]) is not None
+            begun = all(device.mapped(part[0]) is not None for part in segment.parts)
             if not begun:
                 _say_that_memory_is_pageable()
             if stores and begun:
@@ -301,8 +299,8 @@ class Lane:
         streams: dict[int, None],
         begun: bool,
     ) -> list[Any]:
-        """Each segment on the stream of its place, from `segment` in `place` on. begun: the first half of that is under way.
-        Fills `streams` with those that were used; returns the events that end the call."""
+        """Each segment on the stream of its place, from `segment` in `place` on. begun: the first half of that is under way,
+        and kernels reach all of its chunks. Fills `streams` with those used; returns the events that end the call."""
         device, stores = self._device, self._operation == "gather"
         ready = device.record(place.stream)
         while segment is not None:
@@ -310,9 +308,7 @@ class Lane:
                 self._copy(segment, place, to_home=False)
             if not (stores and begun):
                 self._describe_segment(segment, place)
-            if (
-                call.keeps
-            ):  # before the gather where all of the place is filled from home; beside it where kernels do that
+            if call.keeps:  # before the gather, which it may overwrite where it has to copy
                 self._keep(call, segment, place)
             if not (stores and begun):
                 self._launch(call, place)

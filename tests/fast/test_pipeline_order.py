@@ -135,6 +135,21 @@ def test_skipped_rows_and_any_staging_size(staging, skip, pageable, direction, m
     assert any(launch.startswith("keep") for launch in device.launches) == (direction == "store" and not pageable)
 
 
+@pytest.mark.parametrize("pageable", range(6))
+def test_skipped_rows_of_chunks_some_of_which_kernels_cannot_reach(pageable):
+    """One chunk of pageable memory among others, in the first segment or in a later one."""
+    device = SimulatedDevice(pageable)
+    world = World(device)
+    chunk = world.pools[0][pageable]
+    device.pageable.append((chunk.data_ptr(), chunk.data_ptr() + chunk.nbytes))
+    slots = SLOTS.clone()
+    slots[::3] = -1
+    plan = world.plan(0, slots)
+    expected = world.gathered(plan, 0)
+    world.store(plan).synchronize()
+    same(device.host_reads(world.pools[0]), expected, "the pool")
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 @pytest.mark.parametrize("zero_copy", [0, 1 << 20])
 def test_chunks_of_both_kinds_and_small_calls(zero_copy, direction, monkeypatch):
