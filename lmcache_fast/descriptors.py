@@ -9,7 +9,7 @@ import ctypes
 import math
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,8 @@ WIDEST_VECTOR_BYTES = 16
 WORDS_PER_PLANE = 4
 WORDS_PER_CHUNK = 7
 CHUNKS_IN_BATCH = 32  # kChunksInBatch of csrc/batch.h
+
+Part = tuple[int, tuple[int, int, int], int, int]  # of a chunk, as `moved_parts` yields them
 
 
 def _struct(name: str, fields: str) -> type[ctypes.Structure]:
@@ -153,16 +155,27 @@ class PlaneTables:
 
 def chunk_table(plan: TransferPlan, tile_tokens: int) -> ChunkTable:
     """The plan's chunks, each from its first token after the skipped prefix on; those without such a token are left out."""
-    words = array("q")
-    granule_bytes = first_tile = 0
-    for address, strides, first_token, num_tokens in moved_parts(plan):
-        granule_bytes = math.gcd(granule_bytes, address, *strides)
-        words.extend((address, *strides, first_token, num_tokens, first_tile))
+    parts = list(moved_parts(plan))
+    words, num_tiles = chunk_rows(parts, tile_tokens)
+    return ChunkTable(array("q", words), granule_bytes(parts), num_tiles)
+
+
+def chunk_rows(parts: Iterable[Part], tile_tokens: int) -> tuple[list[int], int]:
+    """One struct Chunk a part, as words; and the number of their tiles."""
+    words: list[int] = []
+    first_tile = 0
+    for address, strides, first_token, num_tokens in parts:
+        words += (address, *strides, first_token, num_tokens, first_tile)
         first_tile += -(-num_tokens // tile_tokens)
-    return ChunkTable(words, granule_bytes, first_tile)
+    return words, first_tile
 
 
-def moved_parts(plan: TransferPlan) -> Iterator[tuple[int, tuple[int, int, int], int, int]]:
+def granule_bytes(parts: Iterable[Part]) -> int:
+    """The greatest number that divides every address and stride of the parts; 0 when there is none."""
+    return math.gcd(*(number for address, strides, _, _ in parts for number in (address, *strides)))
+
+
+def moved_parts(plan: TransferPlan) -> Iterator[Part]:
     """Of each chunk with a token after the skipped prefix: address of that token's row, strides in bytes (kv, layer,
     token), the token, and how many there are from it on."""
     skip = plan.skip_prefix_n_tokens

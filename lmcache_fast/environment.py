@@ -25,19 +25,20 @@ def cache_folder() -> Path:
 
 def staging_bytes() -> int:
     """Device memory for staging, for each direction of each device: `LMCACHE_FAST_STAGING_BYTES`, by default 128 MiB."""
-    return _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES) or 0
+    given = _bytes(STAGING_BYTES)
+    return DEFAULT_STAGING_BYTES if given is None else given
 
 
 def zero_copy_bytes() -> int | None:
     """Up to so many bytes a call, kernels reach host memory themselves: `LMCACHE_FAST_ZERO_COPY_BYTES`; None when it is not
     set, and the calibration says."""
-    return _bytes(ZERO_COPY_BYTES, None)
+    return _bytes(ZERO_COPY_BYTES)
 
 
-def _bytes(name: str, default: int | None) -> int | None:
+def _bytes(name: str) -> int | None:
     given = _text(name)
     if not given:
-        return default
+        return None
     if not given.isdecimal():
         raise BackendError(f"{name}={given!r}; allowed: a number of bytes")
     return int(given)

@@ -70,14 +70,10 @@ class MemoryObj:
     @property
     def tensor(self) -> torch.Tensor | None:
         """The first (mostly the only) tensor; None for an object allocated with empty lists."""
-        known = self.metadata
-        if not known.shapes:
-            self._require_valid()
-            return None
-        view = self._allocator.views.get(known.address)
-        if view is None or known.ref_count <= 0 or view.shape != known.shapes[0] or view.dtype != known.dtypes[0]:
+        if self.metadata.shapes:
             return self.get_tensor(0)
-        return view
+        self._require_valid()
+        return None
 
     @property
     def raw_tensor(self) -> torch.Tensor:
@@ -136,13 +132,12 @@ class MemoryObj:
 
     def is_valid(self) -> bool:
         """Whether somebody holds the object and its pool is open."""
-        return (self.metadata.ref_count > 0 or self.is_pinned) and self._allocator.pool is not None
+        return (self.metadata.ref_count > 0 or self.metadata.pin_count > 0) and self._allocator.pool is not None
 
     def ref_count_up(self) -> None:
         """Take one more reference. UseAfterFreeError when the memory is gone."""
         with self._allocator.lock:
-            if self.metadata.ref_count <= 0 or self._allocator.pool is None:
-                self._require_valid()
+            self._require_valid()
             self.metadata.ref_count += 1
 
     def ref_count_down(self) -> None:
@@ -151,8 +146,7 @@ class MemoryObj:
             if self.metadata.ref_count == 0:
                 raise DoubleFreeError(f"ref_count_down of an object without references: {self}")
             self.metadata.ref_count -= 1
-            if self.metadata.ref_count == 0:
-                self._allocator.reclaim(self)
+            self._allocator.reclaim(self)
 
     def pin(self) -> None:
         """Keep the memory, and keep it from eviction, until `unpin`. UseAfterFreeError when it is gone."""

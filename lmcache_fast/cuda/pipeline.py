@@ -33,16 +33,19 @@ from ..descriptors import (
     WORDS_PER_PLANE,
     Batch,
     Homes,
+    Part,
     PlaneTable,
     PlaneTables,
+    chunk_rows,
     describe_rotation_on_the_way,
+    granule_bytes,
     moved_parts,
     whole_move,
 )
 from ..environment import staging_bytes, zero_copy_bytes
 from .device import TYPE_NAMES, Arguments
 from .holdings import NO_BAD_TOKEN, WORD_BYTES, Blocks, Call, CudaTransfer, Place, Ring, Rotated, Slots, Uploaded
-from .segments import ALIGN_BYTES, LEAST_SEGMENT_BYTES, Part, Segment, cut, home_rows, segment_bytes
+from .segments import ALIGN_BYTES, LEAST_SEGMENT_BYTES, Segment, cut, segment_bytes
 
 STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
 ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
@@ -96,7 +99,7 @@ class Lane:
             num_bytes = num_tokens * len(plan.planes) * plan.cache.kv_size * planes.token_bytes
             asked = zero_copy_bytes()
             if num_bytes <= (self.zero_copy_bytes if asked is None else asked):
-                mapped = self._mapped(plan)
+                mapped = self._mapped(list(moved_parts(plan)))
                 if mapped is not None:
                     return self._direct(plan, planes, first_layer, mapped, ZERO_COPY_BLOCKS, self._streams[0])
             return self._staged(plan, planes, first_layer, num_bytes)
@@ -172,9 +175,7 @@ class Lane:
         slots_address = base + num_bytes
         if slots.on_device:
             values = values.to(plan.cache.device).contiguous()
-            device.copy(
-                slots_address, values.data_ptr(), slots_bytes, device.current()
-            )  # the caller may overwrite them
+            device.copy(slots_address, values.data_ptr(), slots_bytes, current)  # the caller may overwrite them
         else:
             values = values.contiguous()
             device.write(block.pinned.address + num_bytes, values.data_ptr(), slots_bytes)
@@ -189,9 +190,8 @@ class Lane:
         block = call.uploaded.block
         self._device.copy(block.pinned.address, block.device.address, WORD_BYTES, stream)
 
-    def _mapped(self, plan: TransferPlan) -> list[Part] | None:
-        """The parts to move, by the addresses that kernels have for them; None if some are out of reach."""
-        parts = list(moved_parts(plan))
+    def _mapped(self, parts: Sequence[Part]) -> list[Part] | None:
+        """Parts of chunks by the addresses that kernels have for them; None if some are out of reach."""
         addresses = [self._device.mapped(part[0]) for part in parts]
         if None in addresses:
             return None
@@ -212,16 +212,12 @@ class Lane:
         device, slots = self._device, self.look_at_slots(plan)
         stream = device.current() if stream is None else stream
         tile_tokens = tile_tokens_of(planes)
-        rows: list[int] = []
-        first_tile = 0
-        for address, strides, first_token, num_tokens in parts:
-            rows += (address, *strides, first_token, num_tokens, first_tile)
-            first_tile += -(-num_tokens // tile_tokens)
-        width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, *(x for part in parts for x in (part[0], *part[1])))
+        rows, num_tiles = chunk_rows(parts, tile_tokens)
+        width = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes, granule_bytes(parts))
         travels = len(parts) <= CHUNKS_IN_BATCH
         call = self._describe(plan, slots, planes, first_layer, width, [] if travels else rows, stream)
-        self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), first_tile)
-        units = first_tile * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
+        self._point(rows if travels else None, call.uploaded.chunks_address, len(parts), num_tiles)
+        units = num_tiles * -(-len(plan.planes) * plan.cache.kv_size // PLANES_PER_UNIT)
         if call.rotated is None:
             device.launch(call.kernel, stream, self._arguments, min(most_blocks, units))
         else:
@@ -265,7 +261,7 @@ class Lane:
         call = None
         try:
             width, stores = math.gcd(WIDEST_VECTOR_BYTES, planes.granule_bytes), self._operation == "gather"
-            begun = all(device.mapped(part[0]) is not None for part in segment.parts)
+            begun = self._mapped(segment.parts) is not None
             if not begun:
                 _say_that_memory_is_pageable()
             if stores and begun:
@@ -342,17 +338,14 @@ class Lane:
 
     def _keep(self, call: Call, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""
-        device = self._device
-        mapped = [device.mapped(part[0]) for part in segment.parts]
-        if None in mapped:
+        homes = self._mapped(segment.parts)
+        if homes is None:
             self._copy(segment, place, to_home=False)
             return
-        addresses = [address or 0 for address in mapped]
-        rows = home_rows(segment, addresses, call.tile_tokens)
+        rows, _ = chunk_rows(homes, call.tile_tokens)
         self._homes.chunks[: len(rows)] = rows
-        strides = [stride for part in segment.parts for stride in part[1]]
-        width = math.gcd(WIDEST_VECTOR_BYTES, call.planes.granule_bytes, *addresses, *strides)
-        device.launch(f"keep_{width}", place.stream, self._keep_arguments, STAGED_BLOCKS)
+        width = math.gcd(WIDEST_VECTOR_BYTES, call.planes.granule_bytes, granule_bytes(homes))
+        self._device.launch(f"keep_{width}", place.stream, self._keep_arguments, STAGED_BLOCKS)
 
     def _copy(self, segment: Segment, place: Place, to_home: bool) -> None:
         """The bytes of a segment, between their homes and its place."""

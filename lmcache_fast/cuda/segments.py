@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..descriptors import CHUNKS_IN_BATCH
+from ..descriptors import CHUNKS_IN_BATCH, Part
 
 ALIGN_BYTES = 256  # of a piece in its segment
 LEAST_SEGMENT_BYTES = 4 << 20
 SEGMENTS_PER_CALL = 2  # at least, behind the first, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
 LONGEST_PITCH_BYTES = (1 << 31) - 1  # of a copy in rows
-
-Part = tuple[int, tuple[int, int, int], int, int]  # as `moved_parts` yields them
 
 
 @dataclass(slots=True)
@@ -215,13 +213,3 @@ def _even(total: int, most: int) -> int:
     """The size of parts, none larger than `most` (or 1), that are as few and as even as can be."""
     parts = -(-total // max(1, most))
     return -(-total // parts)
-
-
-def home_rows(segment: Segment, addresses: list[int], tile_tokens: int) -> list[int]:
-    """One struct Chunk a part, where it is at home; `addresses` are what the device calls these places."""
-    rows: list[int] = []
-    first_tile = 0
-    for (_, strides, first_token, num_tokens), address in zip(segment.parts, addresses, strict=True):
-        rows += (address, *strides, first_token, num_tokens, first_tile)
-        first_tile += -(-num_tokens // tile_tokens)
-    return rows

@@ -52,13 +52,12 @@ def check_objects(
     tensors: list[torch.Tensor] = []
     shapes: dict[int, Any] = {}
     for index, (obj, start, end) in enumerate(zip(objects, starts, ends, strict=True)):
+        name = f"memory_objs[{index}]"
+        tensor = check_object(obj, name, fmt, loading=loading)
         shape = shapes.get(end - start)
         if shape is None:
             shape = shapes[end - start] = shape_of(end - start)
-        tensor = obj.tensor if isinstance(obj, MemoryObj) else None
-        if tensor is None or tensor.shape != shape or (loading and obj.metadata.fmt != fmt):
-            name = f"memory_objs[{index}]"
-            tensor = check_object(obj, name, fmt, loading=loading)  # says what is wrong, unless it is the shape
+        if tensor.shape != shape:
             raise ChunkError(
                 f"{name} has shape {tuple(tensor.shape)}; {end - start} tokens of {fmt.name} are {tuple(shape)}"
             )

@@ -17,6 +17,7 @@ from simulated import SimulatedDevice
 
 from lmcache_fast.environment import ZERO_COPY_BYTES
 from lmcache_ref.errors import SlotRangeError
+from lmcache_ref.plan import TransferPlan
 
 
 def store_twice(device: SimulatedDevice) -> None:
@@ -54,18 +55,17 @@ def store_and_free(device: SimulatedDevice) -> None:
     assert bool((world.pools.view(torch.uint8) == FILL).all()), "a copy came after the end"
 
 
-def load_twice(device: SimulatedDevice) -> None:
-    """Two loads at once, behind readers of the pages and writers of the chunks; later work sees the pages; done chunks are
-    freed."""
-    world = World(device)
-    fill_chunks(world)
+def load_all(world: World, plans: list[TransferPlan], begun: Callable[[], object] = lambda: None) -> None:
+    """Load behind readers of the pages; later work sees the pages; done chunks are freed. begun: called once all loads
+    are under way."""
+    device = world.device
     old, seen, later = world.memory.clone(), torch.empty_like(world.memory), torch.empty_like(world.memory)
     device.work(lambda: seen.copy_(world.memory), [world.memory], [])
-    plans = [world.plan(0), world.plan(1, OTHERS)]
     expected = world.memory.clone()
     for plan in plans:
         expected = torch.where(world.scattered(plan) != world.memory, world.scattered(plan), expected)
     transfers = [world.load(plan) for plan in plans]
+    begun()
     for transfer in transfers:
         transfer.wait()
     device.work(lambda: later.copy_(world.memory), [world.memory], [])
@@ -76,6 +76,14 @@ def load_twice(device: SimulatedDevice) -> None:
     device.finish()
     same(seen, old, "what was read before")
     same(later, expected, "what was read after")
+
+
+def load_twice(device: SimulatedDevice) -> None:
+    """Two loads at once, behind readers of the pages and writers of the chunks; later work sees the pages; done chunks are
+    freed."""
+    world = World(device)
+    fill_chunks(world)
+    load_all(world, [world.plan(0), world.plan(1, OTHERS)])
 
 
 def load_rotated(device: SimulatedDevice) -> None:
@@ -86,25 +94,13 @@ def load_rotated(device: SimulatedDevice) -> None:
     slots = SLOTS.clone()
     device.register(slots)
     device.device_tensors |= {slots.data_ptr(), *(chunk.data_ptr() for chunk in world.pools[1])}
-    old, seen, later = world.memory.clone(), torch.empty_like(world.memory), torch.empty_like(world.memory)
-    device.work(lambda: seen.copy_(world.memory), [world.memory], [])
     plans = [world.rotated_plan(0, slots), world.rotated_plan(1, OTHERS)]
-    expected = world.memory.clone()
-    for plan in plans:
-        expected = torch.where(world.scattered(plan) != world.memory, world.scattered(plan), expected)
-    transfers = [world.load(plan) for plan in plans]
-    for plan in plans:
-        plan.rotation.old_positions.fill_(0)
-    for transfer in transfers:
-        transfer.wait()
-    device.work(lambda: later.copy_(world.memory), [world.memory], [])
-    for transfer, pool in zip(transfers, world.pools, strict=True):
-        while not transfer.done():
-            pass
-        device.host_writes(pool, FILL)
-    device.finish()
-    same(seen, old, "what was read before")
-    same(later, expected, "what was read after")
+
+    def overwrite_positions() -> None:
+        for plan in plans:
+            plan.rotation.old_positions.fill_(0)
+
+    load_all(world, plans, overwrite_positions)
     assert device.launches.count("scatter_rotated_bfloat16_float32") >= 2
 
 

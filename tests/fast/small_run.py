@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import strided
 import torch
@@ -111,17 +112,13 @@ def moves(backend: Any, ways: tuple[Way, ...]) -> int:
     """Every layout, direction and way, compared with the specification; how many there were."""
     count = 0
     for way, direction in itertools.product(ways, REFERENCE):
-        os.environ.update(way.variables)
-        try:
+        with mock.patch.dict(os.environ, way.variables):
             for case in cases(direction):
                 world, expected = PlacedWorld(case, direction == "gather", way), World(case, direction == "gather")
                 getattr(backend, direction)(world.plan()).synchronize()
                 REFERENCE[direction](expected.plan())
                 assert_same_worlds(world, expected, f"{direction} {way} {case}")
                 count += 1
-        finally:
-            for variable in way.variables:
-                del os.environ[variable]
     return count
 
 
@@ -152,8 +149,7 @@ def rotated_scatters(backend: Any, ways: tuple[Way, ...]) -> int:
     """Keys that are re-rotated on the way, of every dtype by tables of every dtype; how many there were."""
     count = 0
     for way in ways:
-        os.environ.update(way.variables)
-        try:
+        with mock.patch.dict(os.environ, way.variables):
             for key_dtype, table_dtype in itertools.product(KEY_DTYPES, KEY_DTYPES):
                 rope = RotarySpec(table(HS if count % 3 else 6, table_dtype), count % 2 == 0)
                 geometry = GEOMETRIES["hnd" if count % 5 < 2 else "nhd"]
@@ -163,9 +159,6 @@ def rotated_scatters(backend: Any, ways: tuple[Way, ...]) -> int:
                 reference_scatter(expected.plan())
                 assert_same_worlds(world, expected, f"scatter {way} {case} {rope}")
                 count += 1
-        finally:
-            for variable in way.variables:
-                del os.environ[variable]
     return count
 
 
