@@ -11,6 +11,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ Rotation = _struct(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlaneTable:
     """The planes of some layers.
 
@@ -64,7 +65,8 @@ class PlaneTable:
     granule_bytes: the greatest number that divides all of these and the piece.
     alike: whether all have the same strides.
     pieces_per_token: 1 where the heads of a slot are contiguous in every plane, else NH; a piece is `piece_bytes` long.
-    moves: what `whole_move` has made of it for so many layers and tokens a tile.
+    moves: what `whole_move` has made of it for so many layers and tokens a tile. resident: what the backend `cuda` keeps of
+    it on its device.
     """
 
     words: array[int]
@@ -73,6 +75,7 @@ class PlaneTable:
     pieces_per_token: int
     piece_bytes: int
     moves: dict[tuple[int, int], ctypes.Structure] = field(default_factory=dict, compare=False, repr=False)
+    resident: Any = field(default=None, compare=False, repr=False)
 
     @property
     def token_bytes(self) -> int:

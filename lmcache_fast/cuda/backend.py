@@ -62,8 +62,7 @@ class Engine:
         kinds = [holds(span.tensor) for span in plan.spans]
         if True not in kinds or False not in kinds:
             return lane.move(plan, on_host=True not in kinds)
-        with self.device.guard():
-            lane.look_at_slots(plan)  # of all chunks, before any of them moves
+        lane.check(plan)  # the slots of all chunks, before any of them moves
         parts = [replace(plan, spans=_pick(plan, kinds, kind)) for kind in (True, False)]
         return Several([lane.move(part, on_host) for part, on_host in zip(parts, (False, True), strict=True)])
 

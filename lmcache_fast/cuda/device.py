@@ -1,8 +1,8 @@
 """The few verbs that the pipeline speaks to a CUDA device: streams, events, copies, launches, memory.
 
-Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize`, `fetch` and
-`table`, once for each. The device must
-be current (`guard`). What is ordered after what, the pipeline says; tests run it on a simulated device of the same verbs.
+Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize`, `fetch`, `constant` and
+`table`. The device must be current (`guard`). What is ordered after what, `steps.py` says; tests run it on a simulated device
+of the same verbs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -174,6 +175,13 @@ class CudaDevice:
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self.index))
         stream.synchronize()  # idle, unless a debugging aid fills fresh memory
         return Memory(tensor.data_ptr(), num_bytes, tensor)
+
+    def constant(self, words: array[int]) -> Memory:
+        """Words in device memory that any stream may read; the host waits."""
+        memory = self.device_memory(len(words) * words.itemsize)
+        address, _ = words.buffer_info()
+        self._runtime.memcpy(memory.address, address, memory.num_bytes, self._runtime.memcpyHostToDevice)
+        return memory
 
     def table(self, rope: RotarySpec) -> torch.Tensor:
         """A rotation's table in device memory, rows contiguous; kept as long as `rope`. Any stream may read it."""

@@ -1,24 +1,28 @@
 """What a call of the pipeline holds on to: descriptor blocks, places in the staging ring, the handle that ends it.
 
-Which launch and which copy comes when is `pipeline.py`.
+Which launch and which copy comes when is `steps.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_ref.errors import SlotRangeError
-from lmcache_ref.plan import TransferPlan
 from lmcache_ref.transfer import Transfer
 
-from ..descriptors import PlaneTable
-from .device import Arguments, Memory
+from .device import Memory
+
+if TYPE_CHECKING:
+    from .steps import Outcome, Request
 
 WORD_BYTES = 8
 FIRST_BLOCK_BYTES = 64 << 10
+FLAG_WORDS = (
+    2  # of a block: the first bad token, and the first that cannot be rotated, which the checks of a plan rule out
+)
 NO_BAD_TOKEN = -1  # all ones, unsigned
 
 
@@ -51,57 +55,25 @@ class Blocks:
             self._free.append(block)
 
 
-class Slots(NamedTuple):
-    """What is known of a call's slots. on_device: their values are not on the host. reports: nobody has looked at them, so
-    the kernel must say which is out of range. may_skip: a token may be skipped."""
+class Resident:
+    """A table of planes in device memory. moves: the structs Move over it, by (number of layers, first layer), but for what
+    changes from call to call."""
 
-    on_device: bool
-    reports: bool
-    may_skip: bool
-
-
-class Uploaded(NamedTuple):
-    """A block in use; where on the device the planes, the chunks (behind the planes) and the slots are."""
-
-    block: Block
-    planes_address: int
-    chunks_address: int
-    slots_address: int
-
-
-class Rotated(NamedTuple):
-    """The kernel for keys that are re-rotated on the way, and what it takes: a lane's batch, and the rotation."""
-
-    kernel: str
-    arguments: Arguments
-
-
-class Call(NamedTuple):
-    """What the segments of one call share. keeps: rows in staging must hold what they had."""
-
-    plan: TransferPlan
-    slots: Slots
-    planes: PlaneTable
-    uploaded: Uploaded
-    kernel: str
-    tile_tokens: int
-    keeps: bool
-    rotated: Rotated | None
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.moves: dict[tuple[int, int], ctypes.Structure] = {}
 
 
 class CudaTransfer(Transfer):
     """Handle of a transfer under way. It keeps what the device still reads or writes.
 
-    events: when all have happened, the bytes have arrived. counted: how many slots there are, for the message; None when
-    there is nothing to report.
+    counted: how many slots there are, for the message; None when there is nothing to report.
     """
 
-    def __init__(
-        self, device: Any, blocks: Blocks, events: Sequence[Any], uploaded: Uploaded, counted: str | None, keep: Any
-    ):
+    def __init__(self, device: Any, blocks: Blocks, request: Request, outcome: Outcome, counted: str | None):
         self._device, self._blocks, self._counted = device, blocks, counted
-        self._events = tuple(events)
-        self._under_way: tuple[Uploaded, Any] | None = (uploaded, keep)
+        self._events, self._slots_address = tuple(outcome.events), outcome.slots_address
+        self._under_way: Request | None = request
         self._error: SlotRangeError | None = None
         self._lock = threading.Lock()
 
@@ -145,11 +117,11 @@ class CudaTransfer(Transfer):
         with self._lock:
             if self._under_way is None:
                 return
-            (block, _, _, slots_address), _ = self._under_way
+            block = self._under_way.block
             if self._counted is not None:
                 token = self._device.read_word(block.pinned.address)
                 if token != NO_BAD_TOKEN:
-                    value = self._device.fetch(slots_address + token * WORD_BYTES)
+                    value = self._device.fetch(self._slots_address + token * WORD_BYTES)
                     self._error = SlotRangeError(f"slots[{token}] = {value}: the cache has {self._counted} slots")
             self._events, self._under_way = (), None
             self._blocks.give_back(block)
@@ -164,13 +136,14 @@ class Place(NamedTuple):
 
 class Ring:
     """Staging memory as places of one size, used in turn. A place has one stream, so who uses it next is behind who used it
-    last."""
+    last. turn: how many places were used so far."""
 
     def __init__(self, memory: Memory, place_bytes: int, streams: Sequence[int]):
-        self.memory, self.place_bytes = memory, place_bytes
-        self._places = deque(Place(memory.address + i * place_bytes, stream) for i, stream in enumerate(streams))
+        self.memory, self.place_bytes, self.turn = memory, place_bytes, 0
+        self.places = tuple(Place(memory.address + i * place_bytes, stream) for i, stream in enumerate(streams))
 
     def next(self) -> Place:
         """The place that was used longest ago."""
-        self._places.rotate(-1)
-        return self._places[-1]
+        place = self.places[self.turn % len(self.places)]
+        self.turn += 1
+        return place

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,11 @@ class SimulatedDevice:
 
     def device_memory(self, num_bytes: int) -> Memory:
         return self.register(torch.full((num_bytes + 512,), 0xA5, dtype=torch.uint8), 512)
+
+    def constant(self, words: array[int]) -> Memory:
+        memory = self.device_memory(len(words) * WORD)
+        self.write(memory.address, words.buffer_info()[0], memory.num_bytes)
+        return memory
 
     def table(self, rope: RotarySpec) -> torch.Tensor:
         if rope not in self.tables:

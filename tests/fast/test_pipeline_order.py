@@ -16,7 +16,7 @@ from pipeline_scenarios import SCENARIOS
 from pipeline_worlds import BS, CHUNK_BYTES, FILL, NB, SLOTS, World, same
 from simulated import VERBS, Race, SimulatedDevice
 
-from lmcache_fast.cuda import holdings, pipeline
+from lmcache_fast.cuda import holdings, pipeline, steps
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
 
@@ -81,7 +81,7 @@ def test_every_wait_and_record_in_the_code_was_left_out_once():
                 if (verb, number) in missed(name):
                     effective.add(use.site)
     assert effective == places
-    source = "".join(Path(module.__file__).read_text() for module in (holdings, pipeline))
+    source = "".join(Path(module.__file__).read_text() for module in (holdings, pipeline, steps))
     assert len(places) == sum(source.count(f".{verb}(") for verb in VERBS)
 
 
