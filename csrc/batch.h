@@ -16,7 +16,7 @@ struct Homes {
     Chunk chunks[kChunksInBatch];
 };
 
-__device__ __forceinline__ Move move_of(const Batch& batch) {
+LMC_SHARED Move move_of(const Batch& batch) {
     Move move = batch.move;
     if (!move.chunks) move.chunks = batch.chunks;
     return move;

@@ -27,11 +27,12 @@ CHUNKS_IN_BATCH = 32  # kChunksInBatch of csrc/batch.h
 Part = tuple[int, tuple[int, int, int], int, int]  # of a chunk, as `moved_parts` yields them
 
 
-def _struct(name: str, fields: str) -> type[ctypes.Structure]:
+def struct_of_words(name: str, fields: str) -> type[ctypes.Structure]:
+    """A struct of fields of eight bytes each."""
     return type(name, (ctypes.Structure,), {"_fields_": [(field, ctypes.c_int64) for field in fields.split()]})
 
 
-Move = _struct(
+Move = struct_of_words(
     "Move",
     "planes chunks ids bad_token num_chunks num_tiles num_layers kv_size num_ids tokens_per_id block_size block_shift "
     "pieces_per_token piece_bytes tile_tokens first_plane num_planes planes_alike planes_per_unit base_address",
@@ -50,7 +51,7 @@ class Homes(ctypes.Structure):
     _fields_ = [("chunks", ctypes.c_int64 * (CHUNKS_IN_BATCH * WORDS_PER_CHUNK))]
 
 
-Rotation = _struct(
+Rotation = struct_of_words(
     "Rotation",
     "keys_address token_stride_bytes head_stride_bytes dim_stride_bytes old_positions new_positions table_address "
     "table_row_stride_bytes max_position num_tokens num_heads num_pairs pair_stride_dims partner_stride_dims bad_token",

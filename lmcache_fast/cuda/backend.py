@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lmcache_ref.transfer import Transfer
 
 from ..descriptors import describe_rotation
 from ..environment import STAGING_BYTES, ZERO_COPY_BYTES, staging_bytes, zero_copy_bytes
+from . import native
 from .calibration import Calibration, calibrate
 from .device import THREADS, TYPE_NAMES, Arguments, CudaDevice
 from .holdings import Blocks
@@ -48,12 +50,12 @@ class Several(Transfer):
 
 
 class Engine:
-    """One device and its lanes. device: a `CudaDevice`, or one with the same verbs."""
+    """One device and its lanes. device: a `CudaDevice`, or one with the same verbs. library: as a `Lane` takes it."""
 
-    def __init__(self, device: Any):
+    def __init__(self, device: Any, library: ctypes.CDLL | None = None):
         self.device = device
         with device.guard():
-            self.lanes = {operation: Lane(device, operation, Blocks(device)) for operation in ("gather", "scatter")}
+            self.lanes = {name: Lane(device, name, Blocks(device), library) for name in ("gather", "scatter")}
 
     def move(self, operation: str, plan: TransferPlan) -> Transfer:
         """Host chunks through the ring, those on the device in one launch."""
@@ -80,6 +82,8 @@ class CudaBackend:
         """Engine to chunks; see `lmcache_ref.gather`. The host does not wait, but for chunks in pageable memory."""
         refuse_rotation(plan)
         engine = self._engine("the KV cache", plan.cache.device)
+        if _all_on_host(plan):
+            return engine.lanes["gather"].move(plan, on_host=True)
         near = _near(plan)
         transfer = engine.move("gather", near)
         if near is not plan:
@@ -91,7 +95,10 @@ class CudaBackend:
 
     def scatter(self, plan: TransferPlan) -> Transfer:
         """Chunks to engine; see `lmcache_ref.scatter`. Duplicate slots are looked for under LMCACHE_VALIDATE=1."""
-        return self._engine("the KV cache", plan.cache.device).move("scatter", _near(plan))
+        engine = self._engine("the KV cache", plan.cache.device)
+        if _all_on_host(plan):
+            return engine.lanes["scatter"].move(plan, on_host=True)
+        return engine.move("scatter", _near(plan))
 
     def rerotate(
         self, keys: torch.Tensor, old_positions: torch.Tensor, new_positions: torch.Tensor, rope: RotarySpec
@@ -126,7 +133,7 @@ class CudaBackend:
             with self._lock:
                 engine = self._engines.get(index)
                 if engine is None:
-                    engine = Engine(CudaDevice(index))
+                    engine = Engine(CudaDevice(index), native.load()[0])
                     if zero_copy_bytes() is None:
                         self._calibrations[index] = calibrate(engine)
                     self._engines[index] = engine
@@ -134,7 +141,11 @@ class CudaBackend:
 
     def facts(self) -> dict[str, str]:
         """What was settled for this machine, for `lmcache-ref doctor`."""
-        found = {"staging": f"{staging_bytes() >> 20} MiB a direction ({STAGING_BYTES})"}
+        library, reason = native.load()
+        found = {
+            "staging": f"{staging_bytes() >> 20} MiB a direction ({STAGING_BYTES})",
+            "steps of a call": f"in Python, which takes longer: {reason}" if library is None else "compiled",
+        }
         for index in self._engines:
             known = self._calibrations.get(index)
             ways = [f"{name} up to {size >> 10} KiB" for name, size in known.zero_copy_bytes.items()] if known else []
@@ -158,6 +169,10 @@ def load() -> CudaBackend:
 
 def _pick(plan: TransferPlan, kinds: list[bool], kind: bool) -> tuple[ChunkSpan, ...]:
     return tuple(span for span, its_kind in zip(plan.spans, kinds, strict=True) if its_kind == kind)
+
+
+def _all_on_host(plan: TransferPlan) -> bool:
+    return all([span.tensor.is_cpu for span in plan.spans])  # a list: a generator takes twice the time
 
 
 def _near(plan: TransferPlan) -> TransferPlan:

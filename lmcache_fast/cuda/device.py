@@ -11,12 +11,13 @@ import ctypes
 import itertools
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from lmcache_ref.errors import BackendError
 from lmcache_ref.rope import RotarySpec
 
 from .compile import Kernels
@@ -108,14 +109,19 @@ class CudaDevice:
             return int(self._runtime.streamCreateWithPriority(self._runtime.streamNonBlocking, -1))
         return int(self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking))
 
-    def record(self, stream: int) -> Event:
-        """An event that happens when all that `stream` was given so far is done."""
+    def new_event(self) -> Event:
+        """An event that was not recorded yet."""
         try:
             handle = self._events.pop()
         except IndexError:
-            handle = int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
-        event = Event(handle, self._events)
-        self._runtime.eventRecord(handle, stream)
+            with self.guard():
+                handle = int(self._runtime.eventCreateWithFlags(self._runtime.eventDisableTiming))
+        return Event(handle, self._events)
+
+    def record(self, stream: int) -> Event:
+        """An event that happens when all that `stream` was given so far is done."""
+        event = self.new_event()
+        self._runtime.eventRecord(event.handle, stream)
         return event
 
     def wait(self, stream: int, event: Event) -> None:
@@ -163,8 +169,26 @@ class CudaDevice:
 
     def launch(self, kernel: str, stream: int, arguments: Arguments, num_blocks: int) -> None:
         """Run a kernel of csrc; the structures are copied by the call."""
-        function = self.kernels.find(kernel)
+        function = self.function(kernel)
         self._driver.launchKernel(function, num_blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments.address, 0)
+
+    def function(self, kernel: str) -> int:
+        """The driver's handle of a kernel of csrc."""
+        return self.kernels.find(kernel)
+
+    # ------------------------------------------------------------------------------------------ compiled steps
+
+    def native(self, library: ctypes.CDLL) -> tuple[Callable[[int, int], int], int]:
+        """What `native.py` calls for one call of the pipeline, and the verbs that it then speaks."""
+        with self.guard():
+            verbs = library.lmcache_fast_driver_verbs(THREADS)
+        if not verbs:
+            raise BackendError("libcuda.so.1 has not the functions that csrc/driver.h names, or no context is current")
+        return library.lmcache_fast_steps_on_gpu, verbs
+
+    def raise_native(self, status: int) -> None:
+        """Raise what the driver returned to the compiled steps, by name."""
+        self._driver.check_status(-status)
 
     # ------------------------------------------------------------------------------------------ memory
 

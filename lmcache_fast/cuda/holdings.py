@@ -42,13 +42,14 @@ class Blocks:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Block:
-        """A free one that is large enough, else a new one."""
+        """A free one that is large enough, the last used first; else a new one."""
         with self._lock:
-            for i, block in enumerate(self._free):
-                if block.pinned.num_bytes >= num_bytes:
+            for i in range(len(self._free) - 1, -1, -1):
+                if self._free[i].pinned.num_bytes >= num_bytes:
                     return self._free.pop(i)
         size = max(FIRST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
-        return Block(self._device.pinned_memory(size), self._device.device_memory(size))
+        with self._device.guard():
+            return Block(self._device.pinned_memory(size), self._device.device_memory(size))
 
     def give_back(self, block: Block) -> None:
         with self._lock:

@@ -28,6 +28,7 @@ from ..descriptors import (
 from ..environment import staging_bytes, zero_copy_bytes
 from .device import TYPE_NAMES
 from .holdings import FLAG_WORDS, WORD_BYTES, Block, Blocks, CudaTransfer, Resident, Ring
+from .native import CompiledSteps, steps_of
 from .segments import ALIGN_BYTES
 from .steps import PLANES_PER_UNIT, Outcome, Request, Rotated, Steps
 
@@ -39,13 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class Lane:
-    """One direction on one device: its streams, its ring, its transfers under way. Threads take turns."""
+    """One direction on one device: its streams, its ring, its transfers under way. Threads take turns.
 
-    def __init__(self, device: Any, operation: str, blocks: Blocks):
+    library: of the compiled steps; None: they are taken in Python.
+    """
+
+    def __init__(self, device: Any, operation: str, blocks: Blocks, library: ctypes.CDLL | None = None):
         self._device, self._operation, self._blocks = device, operation, blocks
         self._tables = PlaneTables()
         self._streams = [device.new_stream(urgent=True) for _ in range(PLACES)]
-        self.steps = Steps(device, operation, self._streams)
+        self.steps: Steps | CompiledSteps = steps_of(device, operation, self._streams, library)
         self.zero_copy_bytes = 0  # calls up to here reach host memory by kernels; found by `calibration.py`
         self._ring: Ring | None = None
         self._under_way: deque[CudaTransfer] = deque()
@@ -130,11 +134,12 @@ class Lane:
             slots = slots.to(plan.cache.device)
         if not slots.is_contiguous():
             slots = slots.contiguous()
+        num_slots = slots.numel()
         asked = zero_copy_bytes()
         ring = self._ring_of(plan.cache.kv_size * len(plan.planes) * planes.token_bytes) if on_host else None
-        words_before = FLAG_WORDS + (0 if plan.rotation is None else 2 * len(slots))
+        words_before = FLAG_WORDS + (0 if plan.rotation is None else 2 * num_slots)
         chunk_words = WORDS_PER_CHUNK * len(plan.spans) if len(plan.spans) > CHUNKS_IN_BATCH else 0
-        block = self._blocks.take((words_before + chunk_words + len(slots)) * WORD_BYTES)
+        block = self._blocks.take((words_before + chunk_words + num_slots) * WORD_BYTES)
         rotated = None if plan.rotation is None else self._describe_rotation(plan, block)
         return Request(
             plan,

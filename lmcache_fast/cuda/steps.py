@@ -74,7 +74,7 @@ class Request(NamedTuple):
 
 class Outcome(NamedTuple):
     """What a call set going. events: when all have happened, the bytes have arrived. reports: the block's first word then is
-    the first token whose slot is out of range. slots_address: on the device. pageable: not all could be done without the host."""
+    the first token whose slot is out of range. slots_address: on the device. pageable: kernels cannot reach chunks."""
 
     events: Sequence[Any]
     reports: bool
@@ -134,9 +134,7 @@ class Steps:
         """Bring the tables of a call to the device on `stream`, and fill in the batch but for its chunks. Returns where the
         chunks are: slots are behind them."""
         if request.rotated is not None and width % request.plan.cache.dtype.itemsize:
-            raise StrideError(
-                f"rotation: keys of {request.plan.cache.dtype} at addresses that are multiples of {width} byte only"
-            )
+            raise too_narrow(request, width)
         pinned, near = request.block.pinned.address, request.block.device.address
         chunks_at = request.words_before * WORD_BYTES
         slots_at = chunks_at + len(chunks) * WORD_BYTES
@@ -284,6 +282,13 @@ class Steps:
             else:
                 pitches = (copy.home_pitch, copy.packed_pitch) if to_home else (copy.packed_pitch, copy.home_pitch)
                 device.copy_rows(target, pitches[0], source, pitches[1], width, copy.height, stream)
+
+
+def too_narrow(request: Request, width: int) -> StrideError:
+    """Why keys cannot be rotated on the way."""
+    return StrideError(
+        f"rotation: keys of {request.plan.cache.dtype} at addresses that are multiples of {width} byte only"
+    )
 
 
 def runs_of_tokens(parts: Sequence[Part]) -> list[list[int]]:

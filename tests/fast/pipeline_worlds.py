@@ -25,7 +25,7 @@ class World:
     """A cache, pools of chunks, and a device; what the reference would have made of them."""
 
     def __init__(self, device: SimulatedDevice, num_pools: int = 2, chunk_tokens: int = CHUNK, num_chunks: int = 6):
-        self.device, self.engine = device, Engine(device)
+        self.device, self.engine = device, Engine(device, device.library)
         values = torch.arange(NL * 2 * NB * BS * D, dtype=torch.int16)
         self.memory = values.view(NL, 2, NB, BS, 1, D).clone()
         self.cache = PagedKVCache(tuple(tuple(self.memory[layer, kv] for kv in range(2)) for layer in range(NL)))

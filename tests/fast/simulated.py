@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from emulated import library
+from native_verbs import SpeaksToCompiledSteps
 from spans import Spans, merged, overlap, span_of
 
 from lmcache_fast.cpu.backend import TYPE_NUMBERS
@@ -41,6 +42,7 @@ class Event:
 
     mask: int
     number: int
+    handle: int
 
 
 @dataclass
@@ -72,13 +74,14 @@ class Use:
 
 
 @dataclass
-class SimulatedDevice:
+class SimulatedDevice(SpeaksToCompiledSteps):
     """seed: of the order. device_tensors: addresses of tensors that the host must not look at. left_out: (verb, number)."""
 
     seed: int = 0
     left_out: tuple[str, int] | None = None
     pageable: Spans = field(default_factory=list)
     launches_left: int | None = None  # then launching fails; None: it never does
+    library: ctypes.CDLL | None = None  # of the compiled steps, for engines on this device; None: in Python
 
     index = 0
     num_multiprocessors = 2
@@ -97,6 +100,7 @@ class SimulatedDevice:
         self.stream = 0  # the current one
         self.launches: list[str] = []
         self.tables: dict[RotarySpec, torch.Tensor] = {}
+        self.events: list[Event] = []
 
     # ------------------------------------------------------------------------------------------ the verbs
 
@@ -111,10 +115,19 @@ class SimulatedDevice:
         self.queues[stream], self.masks[stream] = deque(), 0
         return stream
 
+    def new_event(self) -> Event:
+        self.events.append(Event(0, -1, len(self.events)))
+        return self.events[-1]
+
     def record(self, stream: int) -> Event:
-        number = self._use("record", idle=True)
+        event = self.new_event()
+        self.record_again(event, stream, depth=3)
+        return event
+
+    def record_again(self, event: Event, stream: int, depth: int = 2) -> None:
+        event.number = number = self._use("record", True, depth)
         self._progress()
-        return Event(0 if self.left_out == ("record", number) else self.masks[stream], number)
+        event.mask = 0 if self.left_out == ("record", number) else self.masks[stream]
 
     def wait(self, stream: int, event: Event) -> None:
         number = self._use("wait", idle=not event.mask & ~(self.masks[stream] | self.host))
@@ -237,8 +250,8 @@ class SimulatedDevice:
 
     # ------------------------------------------------------------------------------------------ order
 
-    def _use(self, verb: str, idle: bool) -> int:
-        frame = sys._getframe(2)
+    def _use(self, verb: str, idle: bool, depth: int = 2) -> int:
+        frame = sys._getframe(depth)
         site = f"{verb} in {frame.f_code.co_qualname if hasattr(frame.f_code, 'co_qualname') else frame.f_code.co_name}"
         self.uses[verb].append(Use(verb, f"{site}, line {frame.f_lineno}", idle))
         return len(self.uses[verb]) - 1

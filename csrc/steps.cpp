@@ -1,0 +1,385 @@
+// What: the steps of one call of the backend `cuda` on the host: look at the slots, cut chunks into segments, describe each
+//   batch, launch and copy. lmcache_fast/cuda/steps.py and segments.py are the specification: the same verbs, in the same
+//   order, with the same arguments. Plain C++ with a table of verbs, so that it runs on a GPU (driver calls, at the end) and
+//   on a simulated device alike.
+// Mapping: one host thread. Why it is fast: a call of 32 chunks is some 15 driver calls; between them nothing is allocated
+//   but what the vectors below keep from call to call.
+// Bytes moved: 8 a token of the request, to page-locked memory and on to the device.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "driver.h"
+#include "rotate.h"
+#include "segments.h"
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------- what Python hands over
+
+enum : int { kPlaces = 2, kWidths = 5, kFlagWords = 2 };
+
+// One direction on one device.
+struct Lane {
+    const Verbs* verbs;
+    i64 stores;
+    u64 kernels[kWidths];       // by the logarithm of the vector width
+    u64 keep_kernels[kWidths];
+    u64 events[2];              // for waits inside a call
+    i64 staged_blocks, zero_copy_blocks, most_blocks;
+    Limits limits;
+};
+
+// A chunk in memory: its rows are the request's tokens [start, end).
+struct Span {
+    u64 address;
+    i64 strides[3];  // kv, layer, token, in bytes
+    i64 start, end;
+};
+
+struct Place {
+    u64 address, stream;
+};
+
+struct Call {
+    const Move* move;           // all of a batch that does not change from call to call
+    const Span* spans;
+    i64 num_spans, skip_prefix;
+    i64 granule_bytes;          // of the planes
+    const i64* slots;
+    i64 num_slots, slots_on_device, checked;
+    u64 pinned, near;           // the block of descriptors
+    i64 words_before;           // in it, flags included
+    u64 current;                // stream
+    Place places[kPlaces];
+    i64 place_bytes;            // 0: chunks are in device memory
+    i64 turn;                   // in and out
+    i64 zero_copy_bytes;
+    u64 rotated_kernel;         // 0: none
+    const Rotation* rotation;
+    i64 key_bytes;              // of one element
+    u64 ends[kPlaces];          // events
+    // out:
+    i64 num_ends, reports, pageable, width;
+    u64 slots_address;
+};
+
+enum : i64 { kDone = 0, kNothing = 1, kBadSlot = 2, kNarrow = 3 };
+
+// ---------------------------------------------------------------------------------------------- the steps
+
+class Steps {
+public:
+    Steps(const Lane& lane, Call& call) : lane_(lane), call_(call), verbs_(*lane.verbs) {}
+
+    i64 run() {
+        find_parts();
+        if (parts().empty()) return kNothing;
+        if (!look_at_slots()) return kBadSlot;
+        if (!call_.place_bytes) return direct(call_.current, lane_.most_blocks);
+        if (num_bytes() <= call_.zero_copy_bytes) {
+            kept().homes.clear();
+            if (all_mapped(parts(), &kept().homes)) {
+                parts() = kept().homes;
+                return direct(call_.places[0].stream, lane_.zero_copy_blocks);
+            }
+        }
+        return staged();
+    }
+
+private:
+    // What keeps its memory from call to call; calls of a thread come one after the other.
+    struct Kept {
+        std::vector<Part> parts, homes;
+        std::vector<Chunk> rows;
+        Packing packing;
+        Segment segment;
+        Batch batch;
+        Homes home_rows;
+    };
+    static Kept& kept() { static thread_local Kept memory; return memory; }
+    static std::vector<Part>& parts() { return kept().parts; }
+
+    const Lane& lane_;
+    Call& call_;
+    const Verbs& verbs_;
+    i64 num_tokens_ = 0;
+    bool may_skip_ = false, reports_ = false;
+    // of a staged call
+    u64 streams_[kPlaces], ready_ = 0;
+    int num_streams_ = 0, num_segments_ = 0;
+
+    i64 row_bytes() const { return call_.move->pieces_per_token * call_.move->piece_bytes; }
+
+    void find_parts() {
+        parts().clear();
+        for (const Span* span = call_.spans; span < call_.spans + call_.num_spans; ++span) {
+            const i64 first = std::max(span->start, call_.skip_prefix);
+            if (first >= span->end) continue;
+            Part part = {span->address + (first - span->start) * span->strides[2], {}, first, span->end - first};
+            std::copy(span->strides, span->strides + 3, part.strides);
+            parts().push_back(part);
+            num_tokens_ += part.num_tokens;
+        }
+    }
+
+    bool look_at_slots() {
+        if (call_.slots_on_device) {
+            may_skip_ = true, reports_ = !call_.checked;
+            return true;
+        }
+        i64 least = 0, most = 0;
+        for (const Part& part : parts())
+            for (i64 token = part.first_token; token < part.first_token + part.num_tokens; ++token) {
+                least = std::min(least, call_.slots[token]);
+                most = std::max(most, call_.slots[token]);
+            }
+        may_skip_ = least < 0;
+        return most < call_.move->num_ids;
+    }
+
+    i64 num_bytes() const { return num_tokens_ * call_.move->num_planes * row_bytes(); }
+
+    i64 segment_bytes() const {
+        const Limits& limits = lane_.limits;
+        return std::min(call_.place_bytes, std::max(limits.least_segment_bytes, ceil_div(num_bytes(), limits.segments_per_call)));
+    }
+
+    // Addresses that kernels have for the chunks; false if some are out of reach.
+    bool all_mapped(const std::vector<Part>& found, std::vector<Part>* mapped) {
+        mapped->clear();
+        for (Part part : found) {
+            part.address = verbs_.mapped(verbs_.device, part.address);
+            if (!part.address) return false;
+            mapped->push_back(part);
+        }
+        return true;
+    }
+
+    // ------------------------------------------------------------------------------------------ descriptors
+
+    void describe_rows(const std::vector<Part>& found, std::vector<Chunk>* rows, i64* num_tiles) {
+        rows->clear();
+        *num_tiles = 0;
+        for (const Part& part : found) {
+            rows->push_back({part.address, part.strides[0], part.strides[1], part.strides[2], part.first_token,
+                             part.num_tokens, *num_tiles});
+            *num_tiles += ceil_div(part.num_tokens, call_.move->tile_tokens);
+        }
+    }
+
+    i64 widest() const { return std::gcd<i64, i64>(16, call_.granule_bytes); }
+
+    static i64 granule(const std::vector<Part>& found) {
+        i64 granule = 0;
+        for (const Part& part : found) {
+            granule = std::gcd(granule, (i64)part.address);
+            for (i64 stride : part.strides) granule = std::gcd(granule, stride);
+        }
+        return granule;
+    }
+
+    i64 describe(i64 width, const std::vector<Chunk>& table, u64 stream) {
+        call_.width = width;
+        if (call_.rotated_kernel && width % call_.key_bytes) return kNarrow;
+        const i64 chunks_at = call_.words_before * sizeof(i64), slots_at = chunks_at + (i64)(table.size() * sizeof(Chunk));
+        const u64 flags[kFlagWords] = {~0ull, ~0ull};
+        i64 failed = verbs_.write(verbs_.device, call_.pinned, (u64)flags, sizeof flags);
+        if (!failed && !table.empty())
+            failed = verbs_.write(verbs_.device, call_.pinned + chunks_at, (u64)table.data(), table.size() * sizeof(Chunk));
+        if (!failed) failed = upload(slots_at, stream);
+        Batch& batch = kept().batch;
+        batch.move = *call_.move;
+        batch.move.ids = (const i64*)(call_.near + slots_at);
+        batch.move.bad_token = (u64*)call_.near;
+        call_.slots_address = call_.near + slots_at;
+        return failed;
+    }
+
+    i64 upload(i64 num_bytes, u64 stream) {
+        const i64 slots_bytes = call_.num_slots * sizeof(i64);
+        i64 failed;
+        if (call_.slots_on_device) {
+            failed = verbs_.copy(verbs_.device, call_.near + num_bytes, (u64)call_.slots, slots_bytes, call_.current);
+        } else {
+            failed = verbs_.write(verbs_.device, call_.pinned + num_bytes, (u64)call_.slots, slots_bytes);
+            num_bytes += slots_bytes;
+        }
+        if (!failed && stream != call_.current) failed = follow(stream, call_.current, lane_.events[0]);
+        return failed ? failed : verbs_.copy(verbs_.device, call_.near, call_.pinned, num_bytes, stream);
+    }
+
+    // `stream` waits for what `other` was given so far.
+    i64 follow(u64 stream, u64 other, u64 event) {
+        const i64 failed = verbs_.record(verbs_.device, event, other);
+        return failed ? failed : verbs_.wait(verbs_.device, stream, event);
+    }
+
+    i64 fetch_flag(u64 stream) { return verbs_.copy(verbs_.device, call_.pinned, call_.near, sizeof(i64), stream); }
+
+    void point(const std::vector<Chunk>* rows, u64 table, i64 num_chunks, i64 num_tiles) {
+        Batch& batch = kept().batch;
+        batch.move.num_chunks = num_chunks, batch.move.num_tiles = num_tiles, batch.move.chunks = (const Chunk*)table;
+        if (rows) std::copy(rows->begin(), rows->end(), batch.chunks);
+    }
+
+    static int logarithm(i64 width) { return __builtin_ctzll((u64)width); }
+
+    i64 launch(u64 stream, i64 num_blocks) {
+        Batch& batch = kept().batch;
+        Move& move = batch.move;
+        void* plain[] = {&batch};
+        const u64 kernel = lane_.kernels[logarithm(call_.width)];
+        if (!call_.rotated_kernel) return verbs_.launch(verbs_.device, kernel, stream, plain, num_blocks);
+        const i64 first = move.first_plane, end = first + move.num_planes;
+        if (first < move.num_layers) {
+            void* rotated[] = {&batch, (void*)call_.rotation};
+            move.num_planes = std::min(end, move.num_layers) - first;
+            const i64 failed = verbs_.launch(verbs_.device, call_.rotated_kernel, stream, rotated, num_blocks);
+            if (failed) return failed;
+        }
+        if (end <= move.num_layers) return 0;
+        move.first_plane = std::max(first, move.num_layers);
+        move.num_planes = end - move.first_plane;
+        return verbs_.launch(verbs_.device, kernel, stream, plain, num_blocks);
+    }
+
+    // ------------------------------------------------------------------------------------------ one launch
+
+    i64 direct(u64 stream, i64 most_blocks) {
+        static const std::vector<Chunk> none;
+        std::vector<Chunk>& rows = kept().rows;
+        i64 num_tiles;
+        describe_rows(parts(), &rows, &num_tiles);
+        const bool travels = rows.size() <= kChunksInBatch;
+        i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, stream);
+        if (failed) return failed;
+        point(travels ? &rows : nullptr, travels ? 0 : call_.near + call_.words_before * sizeof(i64), rows.size(), num_tiles);
+        const Move& move = kept().batch.move;
+        const i64 units = num_tiles * ceil_div(move.num_planes, move.planes_per_unit);
+        failed = launch(stream, std::min(most_blocks, units));
+        if (!failed && reports_) failed = fetch_flag(stream);
+        call_.reports = reports_, call_.num_ends = 1;
+        return failed ? failed : verbs_.record(verbs_.device, call_.ends[0], stream);
+    }
+
+    // ------------------------------------------------------------------------------------------ through the ring
+
+    const Place& next_place() { return call_.places[call_.turn++ % kPlaces]; }
+
+    i64 staged() {
+        static const std::vector<Chunk> none;
+        const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
+        i64 failed = describe(widest(), none, first_stream);
+        if (failed) return failed;
+        ready_ = lane_.events[1];
+        failed = verbs_.record(verbs_.device, ready_, first_stream);
+        streams_[num_streams_++] = first_stream;
+        auto taken = [this](const Segment& segment) { return take(segment); };
+        Cutter<decltype(taken)> cutter(*call_.move, lane_.limits, &kept().segment, &kept().packing, taken);
+        if (!failed) failed = cutter.cut(parts(), segment_bytes(), lane_.limits.least_segment_bytes);
+        if (failed) return failed;
+        call_.pageable = !verbs_.mapped(verbs_.device, parts().front().address);
+        call_.reports = reports_;
+        if (!reports_) {
+            for (int i = 0; i < num_streams_ && !failed; ++i)
+                failed = verbs_.record(verbs_.device, call_.ends[call_.num_ends++], streams_[i]);
+            return failed;
+        }
+        const u64 last = streams_[0];
+        for (int i = 1; i < num_streams_ && !failed; ++i) failed = follow(last, streams_[i], lane_.events[0]);
+        if (!failed) failed = fetch_flag(last);
+        call_.num_ends = 1;
+        return failed ? failed : verbs_.record(verbs_.device, call_.ends[0], last);
+    }
+
+    // The segment goes its way, on the stream of the next place.
+    i64 take(const Segment& segment) {
+        const Place& place = next_place();
+        i64 failed = 0;
+        if (num_segments_++ && std::find(streams_, streams_ + num_streams_, place.stream) == streams_ + num_streams_) {
+            failed = verbs_.wait(verbs_.device, place.stream, ready_);
+            streams_[num_streams_++] = place.stream;
+        }
+        if (!failed && !lane_.stores) failed = copy(segment, place, false);
+        point(&segment.rows, 0, segment.parts.size(), segment.num_tiles);
+        Move& move = kept().batch.move;
+        move.base_address = place.address, move.first_plane = segment.first_plane, move.num_planes = segment.num_planes;
+        if (!failed && lane_.stores && may_skip_) failed = keep(segment, place);
+        if (!failed) failed = launch(place.stream, lane_.staged_blocks);
+        if (!failed && lane_.stores) failed = copy(segment, place, true);
+        return failed;
+    }
+
+    i64 keep(const Segment& segment, const Place& place) {
+        std::vector<Part>& homes = kept().homes;
+        if (!all_mapped(segment.parts, &homes)) return copy(segment, place, false);
+        i64 num_tiles;
+        describe_rows(homes, &kept().rows, &num_tiles);
+        std::copy(kept().rows.begin(), kept().rows.end(), kept().home_rows.chunks);
+        const i64 width = std::gcd(widest(), granule(homes));
+        void* arguments[] = {&kept().batch, &kept().home_rows};
+        return verbs_.launch(verbs_.device, lane_.keep_kernels[logarithm(width)], place.stream, arguments, lane_.staged_blocks);
+    }
+
+    i64 copy(const Segment& segment, const Place& place, bool to_home) {
+        for (size_t i = 0; i < segment.num_copies; ++i) {
+            const Copy& copy = segment.copies[i];
+            const u64 near = place.address + copy.packed;
+            const u64 target = to_home ? copy.home : near, source = to_home ? near : copy.home;
+            const i64 failed = copy.height == 1 ? copy_run(target, source, copy, place.stream)
+                                                : copy_rows(target, source, copy, place.stream, to_home);
+            if (failed) return failed;
+        }
+        return 0;
+    }
+
+    // CUDA refuses a copy across two allocations; then it is made part by part.
+    i64 copy_run(u64 target, u64 source, const Copy& copy, u64 stream) {
+        i64 failed = verbs_.copy(verbs_.device, target, source, copy.width, stream);
+        if (!failed || copy.seams.empty()) return failed;
+        for (size_t i = 0; i <= copy.seams.size(); ++i) {
+            const i64 begin = i ? copy.seams[i - 1] : 0, end = i < copy.seams.size() ? copy.seams[i] : copy.width;
+            if ((failed = verbs_.copy(verbs_.device, target + begin, source + begin, end - begin, stream))) return failed;
+        }
+        return 0;
+    }
+
+    i64 copy_rows(u64 target, u64 source, const Copy& copy, u64 stream, bool to_home) {
+        const i64 target_pitch = to_home ? copy.home_pitch : copy.packed_pitch;
+        const i64 source_pitch = to_home ? copy.packed_pitch : copy.home_pitch;
+        i64 failed = verbs_.copy_rows(verbs_.device, target, target_pitch, source, source_pitch, copy.width, copy.height,
+                                      stream, to_home);
+        if (!failed) return 0;
+        for (i64 row = 0; row < copy.height; ++row) {
+            failed = verbs_.copy(verbs_.device, target + row * target_pitch, source + row * source_pitch, copy.width, stream);
+            if (failed) return failed;
+        }
+        return 0;
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// The verbs of the device whose context is current; `threads` a block. nullptr without a driver. Never freed.
+const void* lmcache_fast_driver_verbs(i64 threads) { return driver_verbs(threads); }
+
+// One call. Returns kDone, kNothing, kBadSlot or kNarrow (then nothing was queued), or below 0 what a verb returned.
+i64 lmcache_fast_steps(const void* lane, void* call) { return Steps(*(const Lane*)lane, *(Call*)call).run(); }
+
+// The same on a GPU, whose context is made current meanwhile.
+i64 lmcache_fast_steps_on_gpu(const void* lane, void* call) {
+    const Driver& driver = driver_of(((const Lane*)lane)->verbs->device);
+    void* current = nullptr;
+    if (int failed = driver.context_current(&current)) return -failed;
+    const bool other = current != driver.context;
+    if (other)
+        if (int failed = driver.context_push(driver.context)) return -failed;
+    const i64 status = lmcache_fast_steps(lane, call);
+    if (other) driver.context_pop(&current);
+    return status;
+}
+
+}  // extern "C"
