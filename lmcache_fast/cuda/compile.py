@@ -19,6 +19,7 @@ from ..environment import source_folder
 
 SOURCES = ("transfer.cu", "keep.cu", "rotate.cu")
 # No contraction of a*b+c: the bits of a rotation are each operation rounded by itself.
+NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
 OPTIONS = ("--std=c++17", "-fmad=false")
 
 
@@ -62,8 +63,16 @@ class Kernels:
         if known is None:
             with self._lock:
                 function = self._modules[_source_of(name)].get_function(name).kernel
+                _load(function)
                 known = self._functions[name] = (function.ptr, function)  # the object keeps its module loaded
         return known[0]
+
+
+def _load(function: Any) -> None:
+    """Let the driver load a kernel now, by asking for its registers: at its first launch, loading may make the host wait."""
+    from cupy.cuda import driver
+
+    driver.funcGetAttribute(NUM_REGISTERS, function.ptr)
 
 
 def _source_of(name: str) -> int:

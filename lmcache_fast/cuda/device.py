@@ -201,10 +201,10 @@ class CudaDevice:
         return Memory(tensor.data_ptr(), num_bytes, tensor)
 
     def constant(self, words: array[int]) -> Memory:
-        """Words in device memory that any stream may read; the host waits."""
+        """Words in device memory that any stream may read; the host waits for their way there, and for no other work."""
         memory = self.device_memory(len(words) * words.itemsize)
-        address, _ = words.buffer_info()
-        self._runtime.memcpy(memory.address, address, memory.num_bytes, self._runtime.memcpyHostToDevice)
+        self.copy(memory.address, words.buffer_info()[0], memory.num_bytes, self._memory_stream)
+        self._runtime.streamSynchronize(self._memory_stream)
         return memory
 
     def table(self, rope: RotarySpec) -> torch.Tensor:
