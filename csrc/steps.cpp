@@ -26,7 +26,7 @@ struct Lane {
     u64 kernels[kWidths];       // by the logarithm of the vector width
     u64 keep_kernels[kWidths];
     u64 events[2];              // for waits inside a call
-    i64 staged_blocks, zero_copy_blocks, most_blocks;
+    i64 staged_blocks, zero_copy_blocks, most_blocks, resident_blocks, planes_per_unit;
     Limits limits;
 };
 
@@ -225,9 +225,12 @@ private:
 
     static int logarithm(i64 width) { return __builtin_ctzll((u64)width); }
 
-    i64 launch(u64 stream, i64 num_blocks) {
+    i64 launch(u64 stream, i64 most_blocks) {
         Batch& batch = kept().batch;
         Move& move = batch.move;
+        const i64 wanted_units = std::min(most_blocks, lane_.resident_blocks);
+        move.planes_per_unit = std::min(lane_.planes_per_unit, ceil_div(move.num_tiles * move.num_planes, wanted_units));
+        const i64 num_blocks = std::min(most_blocks, move.num_tiles * ceil_div(move.num_planes, move.planes_per_unit));
         void* plain[] = {&batch};
         const u64 kernel = lane_.kernels[logarithm(call_.width)];
         if (!call_.rotated_kernel) return verbs_.launch(verbs_.device, kernel, stream, plain, num_blocks);
@@ -255,9 +258,7 @@ private:
         i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, stream);
         if (failed) return failed;
         point(travels ? &rows : nullptr, travels ? 0 : call_.near + call_.words_before * sizeof(i64), rows.size(), num_tiles);
-        const Move& move = kept().batch.move;
-        const i64 units = num_tiles * ceil_div(move.num_planes, move.planes_per_unit);
-        failed = launch(stream, std::min(most_blocks, units));
+        failed = launch(stream, most_blocks);
         if (!failed && reports_) failed = fetch_flag(stream);
         call_.reports = reports_, call_.num_ends = 1;
         return failed ? failed : verbs_.record(verbs_.device, call_.ends[0], stream);

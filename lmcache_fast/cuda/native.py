@@ -21,7 +21,17 @@ from ..cpu.compile import load_library
 from ..descriptors import struct_of_words
 from ..environment import source_folder
 from .segments import ALIGN_BYTES, LEAST_SEGMENT_BYTES, LONGEST_PITCH_BYTES, SEGMENTS_PER_CALL
-from .steps import MOST_BLOCKS, STAGED_BLOCKS, ZERO_COPY_BLOCKS, Outcome, Request, Steps, too_narrow
+from .steps import (
+    MOST_BLOCKS,
+    PLANES_PER_UNIT,
+    RESIDENT_BLOCKS,
+    STAGED_BLOCKS,
+    ZERO_COPY_BLOCKS,
+    Outcome,
+    Request,
+    Steps,
+    too_narrow,
+)
 
 WIDTHS = (1, 2, 4, 8, 16)
 NOTHING, BAD_SLOT, NARROW = 1, 2, 3  # what `lmcache_fast_steps` returns; 0: done; below 0: what a verb has failed with
@@ -29,7 +39,7 @@ NOTHING, BAD_SLOT, NARROW = 1, 2, 3  # what `lmcache_fast_steps` returns; 0: don
 LaneWords = struct_of_words(
     "LaneWords",
     f"verbs stores {' '.join(f'kernel_{width}' for width in WIDTHS)} {' '.join(f'keep_{width}' for width in WIDTHS)} "
-    "event_0 event_1 staged_blocks zero_copy_blocks most_blocks "
+    "event_0 event_1 staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit "
     "align_bytes least_segment_bytes segments_per_call longest_pitch_bytes",
 )
 CallWords = struct_of_words(
@@ -57,7 +67,7 @@ class CompiledSteps:
             operation == "gather",
             *kernels,
             *[event.handle for event in self._events],
-            *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS),
+            *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS, RESIDENT_BLOCKS, PLANES_PER_UNIT),
             *(ALIGN_BYTES, LEAST_SEGMENT_BYTES, SEGMENTS_PER_CALL, LONGEST_PITCH_BYTES),
         )
         self._call = CallWords()

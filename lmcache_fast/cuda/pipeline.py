@@ -30,7 +30,7 @@ from .device import TYPE_NAMES
 from .holdings import FLAG_WORDS, WORD_BYTES, Block, Blocks, CudaTransfer, Resident, Ring
 from .native import CompiledSteps, steps_of
 from .segments import ALIGN_BYTES
-from .steps import PLANES_PER_UNIT, Outcome, Request, Rotated, Steps
+from .steps import Outcome, Request, Rotated, Steps
 
 PLACES = 2  # that the ring is divided into: one is filled while the other is emptied
 TILE_BYTES = 32 << 10  # of one plane, moved by a thread block at a stretch
@@ -165,7 +165,7 @@ class Lane:
         if move is None:
             move = planes.resident.moves[key] = whole_move(plan, planes, tile_tokens_of(planes))
             skipped_bytes = first_layer * plan.cache.kv_size * WORDS_PER_PLANE * WORD_BYTES
-            move.planes, move.planes_per_unit = planes.resident.memory.address + skipped_bytes, PLANES_PER_UNIT
+            move.planes = planes.resident.memory.address + skipped_bytes
         return move
 
     def _describe_rotation(self, plan: TransferPlan, block: Block) -> Rotated:

@@ -40,7 +40,8 @@ from .segments import LEAST_SEGMENT_BYTES, Segment, cut, segment_bytes
 STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
 ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
 MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
-PLANES_PER_UNIT = 4
+RESIDENT_BLOCKS = 1056  # that an H200 runs at a time: with fewer units, each is of fewer planes
+PLANES_PER_UNIT = 4  # at most
 
 
 class Rotated(NamedTuple):
@@ -184,9 +185,12 @@ class Steps:
         if rows is not None:
             self._chunks[: len(rows)] = rows
 
-    def _launch(self, request: Request, width: int, stream: int, num_blocks: int) -> None:
+    def _launch(self, request: Request, width: int, stream: int, most_blocks: int) -> None:
         """Move what the batch describes; where keys are rotated, the planes of keys in a launch of their own."""
         device, kernel, move = self._device, f"{self._operation}_{width}", self._move
+        wanted_units = min(most_blocks, RESIDENT_BLOCKS)
+        move.planes_per_unit = min(PLANES_PER_UNIT, -(-move.num_tiles * move.num_planes // wanted_units))
+        num_blocks = min(most_blocks, move.num_tiles * -(-move.num_planes // move.planes_per_unit))
         if request.rotated is None:
             device.launch(kernel, stream, self._arguments, num_blocks)
             return
@@ -211,8 +215,7 @@ class Steps:
         travels = len(parts) <= CHUNKS_IN_BATCH
         table = self._describe(request, width, [] if travels else rows, stream)
         self._point(rows if travels else None, table, len(parts), num_tiles)
-        units = num_tiles * -(-self._move.num_planes // PLANES_PER_UNIT)
-        self._launch(request, width, stream, min(most_blocks, units))
+        self._launch(request, width, stream, most_blocks)
         if known.reports:
             self._fetch_flag(request, stream)
         return Outcome([self._device.record(stream)], known.reports, self._move.ids, pageable=False)
