@@ -25,7 +25,7 @@ struct Lane {
     i64 stores;
     u64 kernels[kWidths];       // by the logarithm of the vector width
     u64 keep_kernels[kWidths];
-    u64 events[2];              // for waits inside a call
+    u64 event;                  // for waits inside a call
     i64 staged_blocks, zero_copy_blocks, most_blocks, resident_blocks, planes_per_unit;
     Limits limits;
 };
@@ -58,9 +58,12 @@ struct Call {
     u64 rotated_kernel;         // 0: none
     const Rotation* rotation;
     i64 key_bytes;              // of one element
-    u64 ends[kPlaces];          // events
+    i64 kept;                   // the event behind which the slots are in the block on the device; -1: not yet there
+    i64 idle;                   // no other call of this direction is under way
+    u64 ready, ends[kPlaces];   // events
     // out:
     i64 num_ends, reports, pageable, width;
+    i64 num_streams;            // of a staged call, which then has recorded `ready`
     u64 slots_address;
 };
 
@@ -106,8 +109,8 @@ private:
     i64 num_tokens_ = 0;
     bool may_skip_ = false, reports_ = false;
     // of a staged call
-    u64 streams_[kPlaces], ready_ = 0;
-    int num_streams_ = 0, num_segments_ = 0;
+    u64 streams_[kPlaces];  // call_.num_streams of them
+    int num_segments_ = 0;
 
     i64 row_bytes() const { return call_.move->pieces_per_token * call_.move->piece_bytes; }
 
@@ -183,17 +186,22 @@ private:
         call_.width = width;
         if (call_.rotated_kernel && width % call_.key_bytes) return kNarrow;
         const i64 chunks_at = call_.words_before * sizeof(i64), slots_at = chunks_at + (i64)(table.size() * sizeof(Chunk));
-        const u64 flags[kFlagWords] = {~0ull, ~0ull};
-        i64 failed = verbs_.write(verbs_.device, call_.pinned, (u64)flags, sizeof flags);
-        if (!failed && !table.empty())
-            failed = verbs_.write(verbs_.device, call_.pinned + chunks_at, (u64)table.data(), table.size() * sizeof(Chunk));
-        if (!failed) failed = upload(slots_at, stream);
+        i64 failed = call_.kept < 0 ? write_and_upload(table, chunks_at, slots_at, stream) : follow(stream, call_.current);
+        if (!failed && call_.kept >= 0) failed = verbs_.wait(verbs_.device, stream, call_.kept);
         Batch& batch = kept().batch;
         batch.move = *call_.move;
         batch.move.ids = (const i64*)(call_.near + slots_at);
         batch.move.bad_token = (u64*)call_.near;
         call_.slots_address = call_.near + slots_at;
         return failed;
+    }
+
+    i64 write_and_upload(const std::vector<Chunk>& table, i64 chunks_at, i64 slots_at, u64 stream) {
+        const u64 flags[kFlagWords] = {~0ull, ~0ull};
+        i64 failed = verbs_.write(verbs_.device, call_.pinned, (u64)flags, sizeof flags);
+        if (!failed && !table.empty())
+            failed = verbs_.write(verbs_.device, call_.pinned + chunks_at, (u64)table.data(), table.size() * sizeof(Chunk));
+        return failed ? failed : upload(slots_at, stream);
     }
 
     i64 upload(i64 num_bytes, u64 stream) {
@@ -205,14 +213,15 @@ private:
             failed = verbs_.write(verbs_.device, call_.pinned + num_bytes, (u64)call_.slots, slots_bytes);
             num_bytes += slots_bytes;
         }
-        if (!failed && stream != call_.current) failed = follow(stream, call_.current, lane_.events[0]);
+        if (!failed) failed = follow(stream, call_.current);
         return failed ? failed : verbs_.copy(verbs_.device, call_.near, call_.pinned, num_bytes, stream);
     }
 
     // `stream` waits for what `other` was given so far.
-    i64 follow(u64 stream, u64 other, u64 event) {
-        const i64 failed = verbs_.record(verbs_.device, event, other);
-        return failed ? failed : verbs_.wait(verbs_.device, stream, event);
+    i64 follow(u64 stream, u64 other) {
+        if (stream == other) return 0;
+        const i64 failed = verbs_.record(verbs_.device, lane_.event, other);
+        return failed ? failed : verbs_.wait(verbs_.device, stream, lane_.event);
     }
 
     i64 fetch_flag(u64 stream) { return verbs_.copy(verbs_.device, call_.pinned, call_.near, sizeof(i64), stream); }
@@ -273,22 +282,21 @@ private:
         const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
         i64 failed = describe(widest(), none, first_stream);
         if (failed) return failed;
-        ready_ = lane_.events[1];
-        failed = verbs_.record(verbs_.device, ready_, first_stream);
-        streams_[num_streams_++] = first_stream;
+        failed = verbs_.record(verbs_.device, call_.ready, first_stream);
+        streams_[call_.num_streams++] = first_stream;
         auto taken = [this](const Segment& segment) { return take(segment); };
         Cutter<decltype(taken)> cutter(*call_.move, lane_.limits, &kept().segment, &kept().packing, taken);
-        if (!failed) failed = cutter.cut(parts(), segment_bytes(), lane_.limits.least_segment_bytes);
+        if (!failed) failed = cutter.cut(parts(), segment_bytes(), call_.idle ? lane_.limits.least_segment_bytes : segment_bytes());
         if (failed) return failed;
         call_.pageable = !verbs_.mapped(verbs_.device, parts().front().address);
         call_.reports = reports_;
         if (!reports_) {
-            for (int i = 0; i < num_streams_ && !failed; ++i)
+            for (int i = 0; i < call_.num_streams && !failed; ++i)
                 failed = verbs_.record(verbs_.device, call_.ends[call_.num_ends++], streams_[i]);
             return failed;
         }
         const u64 last = streams_[0];
-        for (int i = 1; i < num_streams_ && !failed; ++i) failed = follow(last, streams_[i], lane_.events[0]);
+        for (int i = 1; i < call_.num_streams && !failed; ++i) failed = follow(last, streams_[i]);
         if (!failed) failed = fetch_flag(last);
         call_.num_ends = 1;
         return failed ? failed : verbs_.record(verbs_.device, call_.ends[0], last);
@@ -298,9 +306,9 @@ private:
     i64 take(const Segment& segment) {
         const Place& place = next_place();
         i64 failed = 0;
-        if (num_segments_++ && std::find(streams_, streams_ + num_streams_, place.stream) == streams_ + num_streams_) {
-            failed = verbs_.wait(verbs_.device, place.stream, ready_);
-            streams_[num_streams_++] = place.stream;
+        if (num_segments_++ && std::find(streams_, streams_ + call_.num_streams, place.stream) == streams_ + call_.num_streams) {
+            failed = verbs_.wait(verbs_.device, place.stream, call_.ready);
+            streams_[call_.num_streams++] = place.stream;
         }
         if (!failed && !lane_.stores) failed = copy(segment, place, false);
         point(&segment.rows, 0, segment.parts.size(), segment.num_tiles);

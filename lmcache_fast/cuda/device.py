@@ -226,6 +226,10 @@ class CudaDevice:
         """The host writes to page-locked memory."""
         ctypes.memmove(address, source, num_bytes)
 
+    def same(self, address: int, other: int, num_bytes: int) -> bool:
+        """Whether the host sees the same bytes at two addresses of its memory."""
+        return _memcmp(address, other, num_bytes) == 0
+
     def read_word(self, address: int) -> int:
         """The host reads eight bytes of page-locked memory."""
         return ctypes.c_int64.from_address(address).value
@@ -244,6 +248,10 @@ class CudaDevice:
         """What kernels call host memory at `address`; None for pageable memory, which they cannot reach."""
         attributes = self._runtime.pointerGetAttributes(address)
         return int(attributes.devicePointer) or None if attributes.type != UNREGISTERED else None
+
+
+_memcmp = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes, _memcmp.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_int
 
 
 def _current_raw_stream(index: int) -> int:

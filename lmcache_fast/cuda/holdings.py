@@ -26,15 +26,17 @@ FLAG_WORDS = (
 NO_BAD_TOKEN = -1  # all ones, unsigned
 
 
-class Block(NamedTuple):
-    """Descriptors of one call: written by the host in page-locked memory, read by kernels in device memory."""
+class Block:
+    """Descriptors: written by the host in page-locked memory, read by kernels in device memory."""
 
-    pinned: Memory
-    device: Memory
+    __slots__ = ("device", "pinned", "users")
+
+    def __init__(self, pinned: Memory, device: Memory):
+        self.pinned, self.device, self.users = pinned, device, 1
 
 
 class Blocks:
-    """Blocks that no call uses. One is taken by a call and returns when its transfer is done."""
+    """Blocks that nobody uses. One is taken by a call and returns when its transfer is done, and whoever shares it."""
 
     def __init__(self, device: Any):
         self._device = device
@@ -46,14 +48,33 @@ class Blocks:
         with self._lock:
             for i in range(len(self._free) - 1, -1, -1):
                 if self._free[i].pinned.num_bytes >= num_bytes:
-                    return self._free.pop(i)
+                    block = self._free.pop(i)
+                    block.users = 1
+                    return block
         size = max(FIRST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         with self._device.guard():
             return Block(self._device.pinned_memory(size), self._device.device_memory(size))
 
+    def share(self, block: Block) -> Block:
+        """The same block for one more user."""
+        with self._lock:
+            block.users += 1
+        return block
+
     def give_back(self, block: Block) -> None:
         with self._lock:
-            self._free.append(block)
+            block.users -= 1
+            if not block.users:
+                self._free.append(block)
+
+
+class KeptSlots(NamedTuple):
+    """Slots of the host that an earlier call has brought to the device; in `block`, behind the flags. ready: when they are
+    there. A connector that moves layer by layer has the same ones in every call."""
+
+    block: Block
+    num_slots: int
+    ready: Any
 
 
 class Resident:

@@ -39,16 +39,16 @@ NOTHING, BAD_SLOT, NARROW = 1, 2, 3  # what `lmcache_fast_steps` returns; 0: don
 LaneWords = struct_of_words(
     "LaneWords",
     f"verbs stores {' '.join(f'kernel_{width}' for width in WIDTHS)} {' '.join(f'keep_{width}' for width in WIDTHS)} "
-    "event_0 event_1 staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit "
+    "event staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit "
     "align_bytes least_segment_bytes segments_per_call longest_pitch_bytes",
 )
 CallWords = struct_of_words(
     "CallWords",
     "move spans num_spans skip_prefix granule_bytes slots num_slots slots_on_device checked pinned near words_before current "
-    "place_0 stream_0 place_1 stream_1 place_bytes turn zero_copy_bytes rotated_kernel rotation key_bytes end_0 end_1 "
-    "num_ends reports pageable width slots_address",
+    "place_0 stream_0 place_1 stream_1 place_bytes turn zero_copy_bytes rotated_kernel rotation key_bytes kept idle ready "
+    "end_0 end_1 num_ends reports pageable width num_streams slots_address",
 )
-_GIVEN = struct.Struct("25q")  # of CallWords: those that a call is given; five come back
+_GIVEN = struct.Struct("28q")  # of CallWords: those that a call is given; the others come back
 _NO_PLACES = (0, 0, 0, 0)
 
 logger = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ class CompiledSteps:
     def __init__(self, device: Any, operation: str, streams: Sequence[int], library: ctypes.CDLL):
         self._device = device
         self._run, verbs = device.native(library)
-        self._events = [device.new_event() for _ in range(2)]
+        self._event = device.new_event()
         kernels = [device.function(f"{name}_{width}") for name in (operation, "keep") for width in WIDTHS]
         self._lane = LaneWords(
             verbs,
             operation == "gather",
             *kernels,
-            *[event.handle for event in self._events],
+            self._event.handle,
             *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS, RESIDENT_BLOCKS, PLANES_PER_UNIT),
             *(ALIGN_BYTES, LEAST_SEGMENT_BYTES, SEGMENTS_PER_CALL, LONGEST_PITCH_BYTES),
         )
@@ -88,7 +88,7 @@ class CompiledSteps:
         for span in plan.spans:
             words += (span.tensor.data_ptr(), *span.stride_bytes, span.start, span.end)
         spans = array("q", words)
-        ends = device.new_event(), device.new_event()
+        ends, ready = (device.new_event(), device.new_event()), device.new_event()
         places: tuple[int, ...] = _NO_PLACES
         if ring is not None:
             first, second = ring.places
@@ -116,16 +116,25 @@ class CompiledSteps:
             0 if rotated is None else device.function(rotated.kernel),
             0 if rotated is None else ctypes.addressof(rotated.rotation),
             plan.cache.dtype.itemsize,
+            -1 if request.kept is None else request.kept.handle,
+            request.idle,
+            ready.handle,
             ends[0].handle,
             ends[1].handle,
         )
-        call.num_ends = call.reports = call.pageable = 0
+        call.num_ends = call.reports = call.pageable = call.num_streams = 0
         status = self._run(self._lane_address, self._call_address)
         if ring is not None:
             ring.turn = call.turn
         if status:
             return self._not_done(request, status)
-        return Outcome(ends[: call.num_ends], bool(call.reports), call.slots_address, bool(call.pageable))
+        return Outcome(
+            ends[: call.num_ends],
+            bool(call.reports),
+            call.slots_address,
+            bool(call.pageable),
+            ready if call.num_streams else None,
+        )
 
     def _not_done(self, request: Request, status: int) -> Outcome | None:
         """None where there was nothing to do; raises what was wrong."""

@@ -12,6 +12,8 @@ from collections import deque
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from lmcache_ref.errors import SlotError, SlotRangeError, StrideError
 from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
@@ -27,7 +29,7 @@ from ..descriptors import (
 )
 from ..environment import staging_bytes, zero_copy_bytes
 from .device import TYPE_NAMES
-from .holdings import FLAG_WORDS, WORD_BYTES, Block, Blocks, CudaTransfer, Resident, Ring
+from .holdings import FLAG_WORDS, WORD_BYTES, Block, Blocks, CudaTransfer, KeptSlots, Resident, Ring
 from .native import CompiledSteps, steps_of
 from .segments import ALIGN_BYTES
 from .steps import Outcome, Request, Rotated, Steps
@@ -52,6 +54,7 @@ class Lane:
         self.steps: Steps | CompiledSteps = steps_of(device, operation, self._streams, library)
         self.zero_copy_bytes = 0  # calls up to here reach host memory by kernels; found by `calibration.py`
         self._ring: Ring | None = None
+        self._kept: KeptSlots | None = None
         self._under_way: deque[CudaTransfer] = deque()
         self._lock = threading.Lock()
 
@@ -111,6 +114,15 @@ class Lane:
             counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {cache.num_slots}"
         if outcome.pageable:
             _say_that_memory_is_pageable()
+        if (
+            outcome.ready is not None
+            and request.kept is None
+            and request.rotated is None
+            and not request.slots_on_device
+        ):
+            if self._kept is not None:
+                self._blocks.give_back(self._kept.block)
+            self._kept = KeptSlots(self._blocks.share(request.block), request.slots.numel(), outcome.ready)
         transfer = CudaTransfer(self._device, self._blocks, request, outcome, counted)
         self._under_way.append(transfer)
         return transfer
@@ -136,11 +148,15 @@ class Lane:
             slots = slots.contiguous()
         num_slots = slots.numel()
         asked = zero_copy_bytes()
+        zero_copy = self.zero_copy_bytes if asked is None else asked
         ring = self._ring_of(plan.cache.kv_size * len(plan.planes) * planes.token_bytes) if on_host else None
         words_before = FLAG_WORDS + (0 if plan.rotation is None else 2 * num_slots)
-        chunk_words = WORDS_PER_CHUNK * len(plan.spans) if len(plan.spans) > CHUNKS_IN_BATCH else 0
-        block = self._blocks.take((words_before + chunk_words + num_slots) * WORD_BYTES)
-        rotated = None if plan.rotation is None else self._describe_rotation(plan, block)
+        kept = None if on_device or plan.rotation is not None else self._kept_slots(plan, slots, num_slots)
+        if kept is None:
+            chunk_words = WORDS_PER_CHUNK * len(plan.spans) if len(plan.spans) > CHUNKS_IN_BATCH else 0
+            block = self._blocks.take((words_before + chunk_words + num_slots) * WORD_BYTES)
+        else:
+            block = self._blocks.share(kept.block)
         return Request(
             plan,
             planes,
@@ -149,11 +165,21 @@ class Lane:
             on_device,
             checked,
             ring,
-            self.zero_copy_bytes if asked is None else asked,
+            zero_copy,
             block,
             words_before,
-            rotated,
+            None if plan.rotation is None else self._describe_rotation(plan, block),
+            None if kept is None else kept.ready,
+            not self._under_way,
         )
+
+    def _kept_slots(self, plan: TransferPlan, slots: torch.Tensor, num_slots: int) -> KeptSlots | None:
+        """The slots of an earlier call, if they are the same, and if the call needs no table of chunks beside them."""
+        kept = self._kept
+        if kept is None or kept.num_slots != num_slots or len(plan.spans) > CHUNKS_IN_BATCH:
+            return None
+        address = kept.block.pinned.address + FLAG_WORDS * WORD_BYTES
+        return kept if self._device.same(address, slots.data_ptr(), num_slots * WORD_BYTES) else None
 
     def _whole_move(self, plan: TransferPlan, planes: PlaneTable, first_layer: int) -> ctypes.Structure:
         """The batch of a plan but for what changes from call to call; kept with the table of planes."""

@@ -57,7 +57,9 @@ class Request(NamedTuple):
     planes: of the plan's layers and perhaps others; move: all of a batch that does not change from call to call, addresses
     of planes on the device included. slots: the plan's, int64, contiguous, on the host or on the cache's device. checked: the
     host has looked at their values. ring: for chunks in host memory; None: all chunks are in the cache's device.
-    zero_copy_bytes: calls up to here reach host memory by kernels. words_before: in `block`, written already (rotation).
+    zero_copy_bytes: calls up to here reach host memory by kernels. words_before: in `block`, flags included; those behind
+    the flags are written (rotation). kept: an event; once it has happened, the slots are in the block on the device, and the
+    block must not be written to. idle: no other call of this direction is under way.
     """
 
     plan: TransferPlan
@@ -71,16 +73,20 @@ class Request(NamedTuple):
     block: Block
     words_before: int
     rotated: Rotated | None
+    kept: Any
+    idle: bool
 
 
 class Outcome(NamedTuple):
     """What a call set going. events: when all have happened, the bytes have arrived. reports: the block's first word then is
-    the first token whose slot is out of range. slots_address: on the device. pageable: kernels cannot reach chunks."""
+    the first token whose slot is out of range. slots_address: on the device. pageable: kernels cannot reach chunks. ready: an
+    event behind the way of the slots to the device, where there is one."""
 
     events: Sequence[Any]
     reports: bool
     slots_address: int
     pageable: bool
+    ready: Any = None
 
 
 class Known(NamedTuple):
@@ -136,12 +142,16 @@ class Steps:
         chunks are: slots are behind them."""
         if request.rotated is not None and width % request.plan.cache.dtype.itemsize:
             raise too_narrow(request, width)
-        pinned, near = request.block.pinned.address, request.block.device.address
-        chunks_at = request.words_before * WORD_BYTES
+        near, chunks_at = request.block.device.address, request.words_before * WORD_BYTES
         slots_at = chunks_at + len(chunks) * WORD_BYTES
-        self._write(pinned, array("q", [NO_BAD_TOKEN] * FLAG_WORDS))
-        self._write(pinned + chunks_at, array("q", chunks))
-        self._upload(request, slots_at, stream)
+        if request.kept is None:
+            pinned = request.block.pinned.address
+            self._write(pinned, array("q", [NO_BAD_TOKEN] * FLAG_WORDS))
+            self._write(pinned + chunks_at, array("q", chunks))
+            self._upload(request, slots_at, stream)
+        else:
+            self._follow_current(stream)
+            self._device.wait(stream, request.kept)
         self._batch.move = Move.from_buffer_copy(request.move)
         move = self._move
         move.ids, move.bad_token = near + slots_at, near
@@ -154,17 +164,24 @@ class Steps:
     def _upload(self, request: Request, num_bytes: int, stream: int) -> None:
         """Bring the first bytes of a block to the device on `stream`, and slots behind them: those of the host too, others on
         the current stream. `stream` is then behind all that the current stream was given."""
-        device, slots, current = self._device, request.slots, self._device.current()
+        device, slots = self._device, request.slots
         pinned, near = request.block.pinned.address, request.block.device.address
         slots_bytes = len(slots) * WORD_BYTES
         if request.slots_on_device:
-            device.copy(near + num_bytes, slots.data_ptr(), slots_bytes, current)  # the caller may overwrite them
+            device.copy(
+                near + num_bytes, slots.data_ptr(), slots_bytes, device.current()
+            )  # the caller may overwrite them
         else:
             device.write(pinned + num_bytes, slots.data_ptr(), slots_bytes)
             num_bytes += slots_bytes
-        if stream != current:
-            device.wait(stream, device.record(current))
+        self._follow_current(stream)
         device.copy(near, pinned, num_bytes, stream)
+
+    def _follow_current(self, stream: int) -> None:
+        """`stream` goes on behind all that the current stream was given."""
+        current = self._device.current()
+        if stream != current:
+            self._device.wait(stream, self._device.record(current))
 
     def _fetch_flag(self, request: Request, stream: int) -> None:
         """Bring the first bad token to the host, behind the last kernel."""
@@ -223,8 +240,8 @@ class Steps:
     # ------------------------------------------------------------------------------------------ through the ring
 
     def _staged(self, request: Request, ring: Ring, known: Known, parts: Sequence[Part]) -> Outcome:
-        """Segment after segment through the ring, each on the stream of its place. The first one is small, so that the link
-        is soon in use."""
+        """Segment after segment through the ring, each on the stream of its place. Where the link is idle the first one is
+        small, so that it is soon in use."""
         device, cache, move = self._device, request.plan.cache, request.move
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes)
         most = segment_bytes(ring.place_bytes, _num_bytes(request, parts))
@@ -234,7 +251,8 @@ class Steps:
         ready = device.record(place.stream)
         streams: dict[int, None] = {place.stream: None}
         row_bytes, num_layers = request.planes.token_bytes, len(request.plan.planes)
-        segments = cut(parts, cache.kv_size, num_layers, row_bytes, most, move.tile_tokens, LEAST_SEGMENT_BYTES)
+        first_bytes = LEAST_SEGMENT_BYTES if request.idle else most
+        segments = cut(parts, cache.kv_size, num_layers, row_bytes, most, move.tile_tokens, first_bytes)
         for number, segment in enumerate(segments):
             if number:
                 place = ring.next()
@@ -256,12 +274,12 @@ class Steps:
                 self._copy(segment, place, to_home=True)
         pageable = device.mapped(parts[0][0]) is None
         if not known.reports:
-            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable)
+            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, ready)
         last, *others = streams
         for stream in others:
             device.wait(last, device.record(stream))
         self._fetch_flag(request, last)
-        return Outcome([device.record(last)], True, self._move.ids, pageable)
+        return Outcome([device.record(last)], True, self._move.ids, pageable, ready)
 
     def _keep(self, request: Request, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""

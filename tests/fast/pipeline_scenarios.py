@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from pipeline_worlds import BS, FILL, NB, OTHERS, SLOTS, World, fill_chunks, same
+from pipeline_worlds import BS, CHUNK, FILL, NB, OTHERS, SLOTS, World, fill_chunks, same
 from simulated import SimulatedDevice
 
 from lmcache_fast.environment import ZERO_COPY_BYTES
@@ -112,6 +112,36 @@ def store_then_load(device: SimulatedDevice) -> None:
     world.load(world.plan(0, OTHERS)).wait()
     world.store(world.plan(1, OTHERS)).synchronize()
     same(device.host_reads(world.pools[1]), rows, "the bytes that went round")
+    device.finish()
+
+
+def the_same_slots_again(device: SimulatedDevice) -> None:
+    """Calls of one segment each, by the same slots, which only the first one brings to the device; their memory may be
+    somebody else's from its return on."""
+    world = World(device, num_chunks=2)
+    slots = SLOTS[: 2 * CHUNK].clone()
+    plans = [world.plan(number, slots) for number in range(2)]
+    final, old = world.memory + 1000, world.memory.clone()
+    world.memory.copy_(final)
+    expected = [world.gathered(plan, number) for number, plan in enumerate(plans)]
+    world.memory.copy_(old)
+    device.held = True  # else the first call may be done when the second one begins
+    device.work(lambda: world.memory.copy_(final), [], [world.memory])
+    transfers = [world.store(plans[0])]
+    before, seen = world.pools[1].clone(), torch.empty_like(world.pools[1])
+    device.work(lambda: seen.copy_(world.pools[1]), [world.pools[1]], [])
+    transfers.append(world.store(plans[1]))
+    slots.fill_(0)
+    device.held = False
+    for number, transfer in enumerate(transfers):
+        while not transfer.done():
+            pass
+        same(device.host_reads(world.pools[number]), expected[number], f"pool {number}")
+    same(seen, before, "what was read before")
+    other = world.plan(0, OTHERS[: 2 * CHUNK])
+    expected_of_others = world.gathered(other, 0)
+    world.store(other).synchronize()
+    same(device.host_reads(world.pools[0]), expected_of_others, "by other slots")
     device.finish()
 
 
@@ -219,7 +249,7 @@ def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[Simul
 
 
 STAGED = (store_twice, store_and_free, load_twice, load_rotated, store_then_load, load_by_slots_on_the_device)
-OTHERS_TOO = (slots_on_the_device, on_the_device, a_launch_that_fails)
+OTHERS_TOO = (the_same_slots_again, slots_on_the_device, on_the_device, a_launch_that_fails)
 SCENARIOS: dict[str, Callable[[SimulatedDevice], None]] = {
     **{scenario.__name__: scenario for scenario in (*STAGED, *OTHERS_TOO)},
     **{f"{scenario.__name__} by zero copy": by_zero_copy(scenario) for scenario in STAGED},

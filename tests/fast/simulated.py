@@ -81,6 +81,7 @@ class SimulatedDevice(SpeaksToCompiledSteps):
     left_out: tuple[str, int] | None = None
     pageable: Spans = field(default_factory=list)
     launches_left: int | None = None  # then launching fails; None: it never does
+    held: bool = False  # nothing happens but what the host waits for
     library: ctypes.CDLL | None = None  # of the compiled steps, for engines on this device; None: in Python
 
     index = 0
@@ -201,6 +202,10 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         self._host("host writes", [], [(address, address + num_bytes)])
         ctypes.memmove(address, source, num_bytes)
 
+    def same(self, address: int, other: int, num_bytes: int) -> bool:
+        self._host("host compares", [(address, address + num_bytes)], [])
+        return ctypes.string_at(address, num_bytes) == ctypes.string_at(other, num_bytes)
+
     def read_word(self, address: int) -> int:
         self._host("host reads", [(address, address + WORD)], [])
         return ctypes.c_int64.from_address(address).value
@@ -282,6 +287,8 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         self.host |= 1 << number
 
     def _progress(self) -> None:
+        if self.held:
+            return
         for _ in range(self.draw.choice((0, 0, 1, 2, 5))):
             if any(self.queues.values()):
                 self._step()

@@ -49,8 +49,9 @@ class RecordingDevice(SpeaksToCompiledSteps):
         self.events: list[Event] = []
         self.on_device: set[int] = set()
         self.pageable: set[int] = set()
-        self.launches_left = 1 << 30
+        self.launches_left, self.busy = 1 << 30, False
         self.boundary = 0  # between two allocations: no copy crosses it
+        self.written: dict[int, bytes] = {}
         self._streams = 0
         self._memory = 1 << 40
 
@@ -75,13 +76,15 @@ class RecordingDevice(SpeaksToCompiledSteps):
 
     def record_again(self, event: Event, stream: int) -> None:
         event.number = len(self.trace)
+        event.mask = id(self.trace)
         self.trace.append(("record", stream))
 
     def wait(self, stream: int, event: Event) -> None:
-        self.trace.append(("wait", stream, len(self.trace) - event.number))
+        recorded = len(self.trace) - event.number if event.mask == id(self.trace) else "by a call before"
+        self.trace.append(("wait", stream, recorded))
 
     def is_done(self, event: Event) -> bool:
-        return True
+        return not self.busy
 
     def synchronize(self, event: Event) -> None:
         pass
@@ -110,7 +113,11 @@ class RecordingDevice(SpeaksToCompiledSteps):
         self.trace.append(("launch", kernel, stream, num_blocks, bytes(batch.move), said))
 
     def write(self, address: int, source: int, num_bytes: int) -> None:
-        self.trace.append(("write", address, ctypes.string_at(source, num_bytes)))
+        self.written[address] = ctypes.string_at(source, num_bytes)
+        self.trace.append(("write", address, self.written[address]))
+
+    def same(self, address: int, other: int, num_bytes: int) -> bool:
+        return self.written.get(address) == ctypes.string_at(other, num_bytes)
 
     def device_memory(self, num_bytes: int) -> Memory:
         self._memory += num_bytes + 4096
@@ -142,15 +149,22 @@ class Lanes:
         self.lane = Lane(self.device, operation, Blocks(self.device))
         self.both = self.lane.steps, native.CompiledSteps(self.device, operation, self.lane._streams, library())
 
-    def traces(self, plan: TransferPlan, on_host: bool = True) -> list[Any]:
-        """What each asks of the device, from the same turn of the ring; and how it ended."""
+    def traces(self, plan: TransferPlan, on_host: bool, again: bool, busy: bool, launches_left: int) -> list[Any]:
+        """What each asks of the device, from the same turn of the ring; and how it ended. again: behind a call of the same
+        slots. busy: which is not yet done."""
         found: list[Any] = []
         for steps in self.both:
+            self.lane.steps, self.device.trace = self.both[0], []
+            self.forget()
+            if again:
+                with contextlib.suppress(Exception):
+                    self.lane.move(plan, on_host)
+            self.device.busy = busy
             self.lane.steps = steps
             if self.lane._ring:
                 self.lane._ring.turn = 0
             self.device.trace = []
-            left = self.device.launches_left
+            self.device.launches_left = launches_left
             try:
                 transfer = self.lane.move(plan, on_host)
             except Exception as error:
@@ -159,9 +173,20 @@ class Lanes:
                 events = [len(self.device.trace) - event.number for event in getattr(transfer, "_events", ())]
                 end = events, getattr(transfer, "_slots_address", 0), getattr(transfer, "_counted", None)
                 transfer.synchronize()
-            self.device.launches_left = left
+            self.device.launches_left, self.device.busy = 1 << 30, False
             found.append((self.device.trace, end, self.lane._ring.turn if self.lane._ring else 0))
         return found
+
+    def forget(self) -> None:
+        """Let nothing be left of earlier calls."""
+        lane = self.lane
+        for transfer in lane._under_way:
+            transfer.finish()
+        lane._under_way.clear()
+        kept, lane._kept = lane._kept, None
+        if kept is not None:
+            lane._blocks.give_back(kept.block)
+        lane._blocks._free.sort(key=lambda block: -block.pinned.address)  # the last one is taken first
 
 
 @st.composite
@@ -191,6 +216,8 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "zero_copy": draw(st.sampled_from([0, 0, 1 << 40])),
         "validate": draw(st.sampled_from(["0", "0", "1"])),
         "rotated": draw(st.booleans()),
+        "again": draw(st.booleans()),
+        "busy": draw(st.booleans()),
         "launches_left": draw(st.sampled_from([1 << 30] * 3 + [0, 1, 3])),
     }
 
@@ -251,12 +278,11 @@ LANES = {operation: Lanes(operation) for operation in ("gather", "scatter")} if 
 def test_the_same_verbs(operation, on_host, call):
     lanes = LANES[operation]
     plan = plan_of(call, lanes.device, operation)
-    lanes.device.launches_left = call["launches_left"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STAGING_BYTES, str(call["staging"]))
         patch.setenv(ZERO_COPY_BYTES, str(call["zero_copy"]))
         patch.setenv("LMCACHE_VALIDATE", call["validate"])
-        python, compiled = lanes.traces(plan, on_host)
+        python, compiled = lanes.traces(plan, on_host, call["again"], call["busy"], call["launches_left"])
     assert compiled == python
 
 

@@ -209,4 +209,8 @@ def test_descriptor_blocks_and_transfers_do_not_pile_up():
         world.store(world.plan(0)).synchronize()
     lane = world.engine.lanes["gather"]
     assert len(lane._under_way) == 1
+    blocks = {id(block) for block in (lane._kept.block, *lane._blocks._free)}
+    assert len(blocks) == 1  # the slots are kept in it
+    for skip in (1, 2):
+        world.store(world.plan(0, SLOTS.roll(skip))).synchronize()
     assert len(lane._blocks._free) == 1
