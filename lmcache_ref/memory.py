@@ -72,7 +72,7 @@ class MemoryObj:
         """The first (mostly the only) tensor; None for an object allocated with empty lists."""
         if self.metadata.shapes:
             return self.get_tensor(0)
-        self._require_valid()
+        self.require_valid()
         return None
 
     @property
@@ -85,7 +85,7 @@ class MemoryObj:
         shapes, dtypes = self.metadata.shapes, self.metadata.dtypes
         if not 0 <= i < len(shapes):
             raise ArgumentError(f"i: {i!r}; the object has {len(shapes)} tensors, counted from 0")
-        self._require_valid()
+        self.require_valid()
         known, address = self._allocator.views, self.metadata.address + self.offsets_bytes[i]
         view = known.get(address)
         if view is None or view.shape != shapes[i] or view.dtype != dtypes[i]:
@@ -137,7 +137,7 @@ class MemoryObj:
     def ref_count_up(self) -> None:
         """Take one more reference. UseAfterFreeError when the memory is gone."""
         with self._allocator.lock:
-            self._require_valid()
+            self.require_valid()
             self.metadata.ref_count += 1
 
     def ref_count_down(self) -> None:
@@ -151,7 +151,7 @@ class MemoryObj:
     def pin(self) -> None:
         """Keep the memory, and keep it from eviction, until `unpin`. UseAfterFreeError when it is gone."""
         with self._allocator.lock:
-            self._require_valid()
+            self.require_valid()
             self.metadata.pin_count += 1
 
     def unpin(self) -> None:
@@ -162,12 +162,13 @@ class MemoryObj:
             self.metadata.pin_count -= 1
             self._allocator.reclaim(self)
 
-    def _require_valid(self) -> None:
+    def require_valid(self) -> None:
+        """UseAfterFreeError when the memory is gone."""
         if not self.is_valid():
             raise UseAfterFreeError(f"the object was freed, or its allocator closed: {self}")
 
     def _view(self, offset_bytes: int, length_bytes: int) -> torch.Tensor:
-        self._require_valid()
+        self.require_valid()
         start = self.metadata.address + offset_bytes
         return self._allocator.require_pool()[start : start + length_bytes]
 

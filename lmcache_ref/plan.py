@@ -8,7 +8,8 @@ only where the slots are on the host or `LMCACHE_VALIDATE=1`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from .memory import MemoryFormat, MemoryObj
 from .rerotation import Rerotation
 
 MOST_READINGS = 1024  # that a cache keeps in mind
+WORDS_PER_SPAN = 6  # of `TransferPlan.span_words`
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,10 @@ class ChunkSpan:
         self.tensor, self.start, self.end, self._reading = tensor, start, end, reading
         self.stride_bytes = stride_bytes_of(tensor) if reading is None else reading.stride_bytes
 
+    def of_tensor(self, tensor: torch.Tensor) -> ChunkSpan:
+        """The same span for another tensor of the same shape, stride and dtype."""
+        return ChunkSpan(tensor, self.start, self.end, self._reading)
+
     @property
     def chunk(self) -> torch.Tensor:
         """The view `[TWO, NL, T, NH, HS]`."""
@@ -73,6 +79,22 @@ class ChunkSpan:
 
     def __repr__(self) -> str:
         return f"ChunkSpan([{self.start}, {self.end}), {tuple(self.chunk.shape)} {self.tensor.dtype})"
+
+
+class LazySpans(Sequence[ChunkSpan]):
+    """Spans that are made when somebody looks at one. words: as `TransferPlan.span_words`. on_host: where all tensors are."""
+
+    def __init__(self, make: Callable[[], Sequence[ChunkSpan]], words: array[int], on_host: bool):
+        self._make, self.words, self.on_host = make, words, on_host
+        self._made: Sequence[ChunkSpan] | None = None
+
+    def __len__(self) -> int:
+        return len(self.words) // WORDS_PER_SPAN
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made[index]
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ class TransferPlan:
 
     cache: PagedKVCache
     planes: Planes
-    spans: tuple[ChunkSpan, ...]
+    spans: Sequence[ChunkSpan]
     slots: torch.Tensor
     skip_prefix_n_tokens: int = 0
     rotation: Rerotation | None = None
@@ -142,6 +164,24 @@ class TransferPlan:
                 raise ArgumentError(f"rotation must be a Rerotation, got {type(rotation).__name__}")
             rotation = rotation.checked(cache, num_slots)
         return cls(cache, planes, tuple(spans), slots, skip_prefix_n_tokens, rotation)
+
+    @property
+    def span_words(self) -> array[int]:
+        """For who moves by addresses, WORDS_PER_SPAN words a span: its tensor's address; strides of TWO, NL and T in bytes,
+        0 for an axis of length one; start and end. Do not change it."""
+        if isinstance(self.spans, LazySpans):
+            return self.spans.words
+        words: list[int] = []
+        for span in self.spans:
+            words += (span.tensor.data_ptr(), *span.stride_bytes, span.start, span.end)
+        return array("q", words)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all chunks are in host memory."""
+        if isinstance(self.spans, LazySpans):
+            return self.spans.on_host
+        return all([span.tensor.is_cpu for span in self.spans])  # a list: a generator takes twice the time
 
     @property
     def num_tokens(self) -> int:

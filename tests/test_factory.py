@@ -244,14 +244,9 @@ def test_ranges_are_named_where_cuda_is(monkeypatch, way):
     objects = bench.allocate([(0, 2)])
     bench.put_objects(objects, bench.request_values(2), [(0, 2)])
 
-    class Range:
-        def __init__(self, text):
-            opened.append(text)
-
-        def __enter__(self): ...
-        def __exit__(self, *error): ...
-
-    monkeypatch.setattr(torch.cuda.nvtx, "range", Range)
+    closed = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", opened.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: closed.append(1))
     with use_backend("reference"):
         bench.load(objects, [(0, 2)], torch.tensor([3, 1]))
         assert opened == []
@@ -259,3 +254,4 @@ def test_ranges_are_named_where_cuda_is(monkeypatch, way):
         bench.store(objects, [(0, 2)], torch.tensor([3, 1]))
         bench.load(objects, [(0, 2)], torch.tensor([3, 1]))
     assert opened and {text.partition(".")[0] for text in opened} == {TABLE[way].__name__}
+    assert len(closed) == len(opened)

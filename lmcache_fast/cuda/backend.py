@@ -82,7 +82,7 @@ class CudaBackend:
         """Engine to chunks; see `lmcache_ref.gather`. The host does not wait, but for chunks in pageable memory."""
         refuse_rotation(plan)
         engine = self._engine("the KV cache", plan.cache.device)
-        if _all_on_host(plan):
+        if plan.on_host:
             return engine.lanes["gather"].move(plan, on_host=True)
         near = _near(plan)
         transfer = engine.move("gather", near)
@@ -96,7 +96,7 @@ class CudaBackend:
     def scatter(self, plan: TransferPlan) -> Transfer:
         """Chunks to engine; see `lmcache_ref.scatter`. Duplicate slots are looked for under LMCACHE_VALIDATE=1."""
         engine = self._engine("the KV cache", plan.cache.device)
-        if _all_on_host(plan):
+        if plan.on_host:
             return engine.lanes["scatter"].move(plan, on_host=True)
         return engine.move("scatter", _near(plan))
 
@@ -169,10 +169,6 @@ def load() -> CudaBackend:
 
 def _pick(plan: TransferPlan, kinds: list[bool], kind: bool) -> tuple[ChunkSpan, ...]:
     return tuple(span for span, its_kind in zip(plan.spans, kinds, strict=True) if its_kind == kind)
-
-
-def _all_on_host(plan: TransferPlan) -> bool:
-    return all([span.tensor.is_cpu for span in plan.spans])  # a list: a generator takes twice the time
 
 
 def _near(plan: TransferPlan) -> TransferPlan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
-from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -84,10 +83,7 @@ class CompiledSteps:
             request.rotated,
             self._call,
         )
-        words: list[int] = []
-        for span in plan.spans:
-            words += (span.tensor.data_ptr(), *span.stride_bytes, span.start, span.end)
-        spans = array("q", words)
+        spans = plan.span_words
         ends, ready = (device.new_event(), device.new_event()), device.new_event()
         places: tuple[int, ...] = _NO_PLACES
         if ring is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -201,20 +201,26 @@ def host(scene: Scene) -> Iterator[Reading]:
 
 
 def one_chunk(scene: Scene) -> Iterator[Reading]:
-    """One chunk from call to arrival: microseconds over what the ceiling's copy would take."""
-    for operation, ceiling in (("gather", "d2h"), ("scatter", "h2d")):
-        name = NAMES[operation]
+    """One chunk from call to arrival: microseconds over what a plain copy of as many bytes takes, timed in turn."""
+    clock = scene.clock
+    for operation, name in NAMES.items():
         job = scene.job(f"{name}_one")
-        copy_seconds = job.num_bytes / scene.ceilings[ceiling] / 1e9
+        chunk, near = job.chunks[0], torch.zeros_like(job.chunks[0], device=clock.device)
+        target, source = (chunk, near) if operation == "gather" else (near, chunk)
+        copy = functools.partial(target.copy_, source, non_blocking=True)
 
         def run(mover: Mover, operation: str = operation, job: Job = job) -> None:
             mover.move(operation, job).synchronize()
 
-        seconds = scene.time(scene.movers, [(operation, f"{name}_one")], run, scene.clock.whole, 4 * scene.repeats)
+        moves, repeats = [(operation, f"{name}_one")], 4 * scene.repeats
+        seconds = scene.time(scene.movers, moves, run, clock.whole, repeats, {COPY: copy})
+        copied = seconds.pop(COPY)
+        if isinstance(copied, Exception):
+            raise copied
         for reading in _readings(f"one chunk {name}", "us over copy", seconds, float):
             taken = reading.seconds
-            value = None if taken is None else 1e6 * (taken - copy_seconds)
-            yield Reading(reading.figure, reading.runner, reading.unit, value, taken, error=reading.error)
+            value = None if taken is None else 1e6 * (taken - copied)
+            yield replace(reading, value=value)
 
 
 def layerwise(scene: Scene) -> Iterator[Reading]:

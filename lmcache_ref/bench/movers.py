@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ..backends import Operations, get_backend, use_backend
 from ..connectors import VLLMPagedMemLayerwiseGPUConnector
 from ..transfer import Transfer
-from .settings import Job, Setting
+from .settings import Job, Setting, and_one_more
 from .shapes import layout_hints
 
 
@@ -37,7 +38,7 @@ class BackendMover(Mover):
         self.operations: Operations = get_backend(name, device)
 
     def move(self, operation: str, job: Job) -> Transfer:
-        return self._call(operation, job.plan)
+        return self._call(operation, next(job.turns))
 
     def plan_and_move(self, operation: str, job: Job) -> Transfer:
         return self._call(operation, job.planned())
@@ -53,6 +54,7 @@ class LayerwiseMover:
         case = setting.case
         shape = case.shape
         self._setting, self._backend = setting, backend
+        self._turns = itertools.cycle((setting.slots, [and_one_more(slots) for slots in setting.slots]))
         self._connector = VLLMPagedMemLayerwiseGPUConnector(
             shape.NH * shape.HS,
             shape.NL,
@@ -68,7 +70,8 @@ class LayerwiseMover:
         """All layers, from first step to last. Returns the seconds until the last layer was under way, which with
         `sync=False` is the host's time alone."""
         which = self._setting.whole(operation).which
-        options = {"kvcaches": self._setting.tensors, "slot_mapping": self._setting.slots[which], "sync": sync}
+        slots = next(self._turns)[which]
+        options = {"kvcaches": self._setting.tensors, "slot_mapping": slots, "sync": sync}
         with use_backend(self._backend):
             return self._store(options) if operation == "gather" else self._load(options)
 

@@ -6,7 +6,8 @@ Who moves is `movers.py`, whether the bits are right `checks.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,9 @@ class Case:
 class Job:
     """Chunks `[TWO, NL, T, D]` and the slots, int64 `[tokens]`, that they go to or come from.
 
-    which: of the two sets of slots. near: the chunks are in the cache's memory, not across a link.
+    which: of the two sets of slots. near: the chunks are in the cache's memory, not across a link. plan: what is checked.
+    turns: that plan and the same behind one more slot, which nobody uses, in turn. Requests differ in their slots, and a
+    backend may know those of the call before.
     """
 
     cache: PagedKVCache
@@ -61,17 +64,19 @@ class Job:
     which: int
     near: bool
     plan: TransferPlan
+    turns: Iterator[TransferPlan]
 
     @classmethod
     def build(
         cls, cache: PagedKVCache, chunks: Sequence[torch.Tensor], slots: torch.Tensor, which: int, near: bool
     ) -> Job:
         """The job with its plan."""
-        return cls(cache, chunks, slots, which, near, _plan(cache, chunks, slots))
+        plan, other = (_plan(cache, chunks, some) for some in (slots, and_one_more(slots)))
+        return cls(cache, chunks, slots, which, near, plan, itertools.cycle((plan, other)))
 
     def planned(self) -> TransferPlan:
-        """A new plan of the same."""
-        return _plan(self.cache, self.chunks, self.slots)
+        """A new plan, of the one whose turn it is."""
+        return _plan(self.cache, self.chunks, next(self.turns).slots)
 
     @property
     def num_bytes(self) -> int:
@@ -184,6 +189,11 @@ class Setting:
         assert obj is not None, "Case.host_bytes is what a setting takes"
         self._objects.append(obj)
         return obj
+
+
+def and_one_more(slots: torch.Tensor) -> torch.Tensor:
+    """A slot mapping that is one token longer."""
+    return torch.cat([slots, slots[:1]])
 
 
 def _plan(cache: PagedKVCache, chunks: Sequence[torch.Tensor], slots: torch.Tensor) -> TransferPlan:

@@ -25,6 +25,7 @@ from ..transfer import Transfer
 from .buffers import DeviceBuffers
 from .checks import positive_int
 from .interface import GPUConnectorInterface
+from .object_lists import hold, let_go
 
 F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="PagedConnector")
@@ -37,8 +38,11 @@ def nvtx(call: F) -> F:
     def ranged(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.cuda.is_initialized():
             return call(self, *args, **kwargs)
-        with torch.cuda.nvtx.range(f"{type(self).__name__}.{call.__name__}"):
+        torch.cuda.nvtx.range_push(f"{type(self).__name__}.{call.__name__}")
+        try:
             return call(self, *args, **kwargs)
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     return ranged  # type: ignore[return-value]
 
@@ -112,11 +116,10 @@ class ConnectorBase(GPUConnectorInterface):
         until their copies are done.
         """
         backend = backend or get_backend(device=plan.cache.device)
-        for obj in objects:
-            obj.ref_count_up()
+        hold(objects)
         handle: Transfer | None = None
         try:
-            if self.use_gpu and staged and plan.num_tokens and not backend.stages:
+            if self.use_gpu and staged and not backend.stages and plan.num_tokens:
                 handle = self._run_staged(getattr(backend, operation), operation, plan, staging_tokens)
             else:
                 handle = getattr(backend, operation)(plan)
@@ -158,8 +161,7 @@ class ConnectorBase(GPUConnectorInterface):
             done = [entry for entry in self._in_flight if entry[0].done()]
             self._in_flight = [entry for entry in self._in_flight if entry not in done]
         for _, objects in done:
-            for obj in objects:
-                obj.ref_count_down()
+            let_go(objects)
 
     def _run_staged(self, move: Callable[..., Any], operation: str, plan: TransferPlan, tokens: int | None) -> Any:
         """Copy between objects and one device buffer, move between buffer and cache; part by part."""

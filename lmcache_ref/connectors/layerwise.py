@@ -17,6 +17,7 @@ from ..plan import TransferPlan, check_slot_values, validating
 from ..transfer import Transfer
 from .base import PagedConnector
 from .checks import check_objects, check_spans, positive_int, required_bool
+from .object_lists import SameKind
 
 StoreGenerator = Generator[None, None, None]
 LoadGenerator = Generator[None, "Sequence[MemoryObj] | None", None]
@@ -38,6 +39,7 @@ class LayerwiseCall:
         self.skip = max(0, connector.cached_tokens(kwargs) - offset) if loading else 0
         self.backend: Operations = get_backend(device=self.cache.device)
         self.pending: list[Transfer] = []
+        self._kind: SameKind | None = None  # of the first list of objects
         self._waited: list[Transfer] = []  # by the stream, which says nothing of what went wrong on the device
         connector.check_call(self)
         if not self.slots.is_cuda or validating():
@@ -47,10 +49,14 @@ class LayerwiseCall:
     def plan(self, objects: Any, layer: int, *, loading: bool) -> TransferPlan:
         """One layer of all chunks, checked. ChunkError, DtypeError or ArgumentError name layer and object."""
         connector = self.connector
+        if self._kind is not None and isinstance(objects, list):
+            known = self._kind.plan(objects, self.cache, layer, connector.fmt if loading else None)
+            if known is not None:
+                return known
         try:
             shape_of = connector.get_shape
             tensors = check_objects(objects, self.starts, self.ends, connector.fmt, shape_of, loading=loading)
-            return TransferPlan.build(
+            plan = TransferPlan.build(
                 self.cache,
                 self.slots,
                 tensors,
@@ -61,6 +67,9 @@ class LayerwiseCall:
             )
         except (ArgumentError, ChunkError, DtypeError) as error:
             raise type(error)(f"layer {layer}: {error}") from None
+        if self._kind is None and objects:
+            self._kind = SameKind(objects, plan)
+        return plan
 
     def sent(self, objects: Sequence[MemoryObj] | None) -> Sequence[MemoryObj]:
         """The list a caller sent for one layer; without chunks there is nothing to send."""

@@ -1,0 +1,82 @@
+"""Lists of memory objects, taken as a whole: held, let go, and found to be of the same kind as an earlier list.
+
+A layerwise call hands over one list a layer. The first is looked at object by object (`checks.py`, `TransferPlan.build`), the
+others by what they have in common with it; a list that differs in anything goes the long way, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ..kv_cache import PagedKVCache
+from ..memory import MemoryAllocator, MemoryFormat, MemoryObj
+from ..plan import WORDS_PER_SPAN, ChunkSpan, LazySpans, TransferPlan
+
+
+def hold(objects: Sequence[MemoryObj]) -> None:
+    """Take one more reference to each. UseAfterFreeError when the memory of one is gone; then no allocator's are taken that
+    has such a one."""
+    for allocator, own in _by_allocator(objects):
+        with allocator.lock:
+            for obj in own:
+                obj.require_valid()
+            for obj in own:
+                obj.metadata.ref_count += 1
+
+
+def let_go(objects: Sequence[MemoryObj]) -> None:
+    """Give one reference to each back; the last one of an object returns its memory."""
+    for allocator, own in _by_allocator(objects):
+        with allocator.lock:
+            metadata = [obj.metadata for obj in own]
+            if len({*map(id, own)}) == len(own) and min([m.ref_count for m in metadata]) > 1:  # nobody's last
+                for m in metadata:
+                    m.ref_count -= 1
+            else:
+                for obj in own:
+                    obj.ref_count_down()
+
+
+def _by_allocator(objects: Sequence[MemoryObj]) -> list[tuple[MemoryAllocator, Sequence[MemoryObj]]]:
+    allocators = {obj.parent() for obj in objects}
+    if len(allocators) == 1:
+        return [(allocators.pop(), objects)]
+    return [(allocator, [obj for obj in objects if obj.parent() is allocator]) for allocator in allocators]
+
+
+class SameKind:
+    """What the objects of one layer are, for those of the other layers of the same call."""
+
+    def __init__(self, objects: Sequence[MemoryObj], plan: TransferPlan):
+        """plan: of the tensors of `objects`, one after the other, for one layer."""
+        metadata = [obj.metadata for obj in objects]
+        self._shapes, self._dtypes = [m.shapes for m in metadata], [m.dtypes for m in metadata]
+        self._plan, self._words = plan, plan.span_words
+        self._offsets = [obj.offsets_bytes[0] for obj in objects]
+
+    def plan(
+        self, objects: Sequence[MemoryObj], cache: PagedKVCache, layer: int, fmt: MemoryFormat | None
+    ) -> TransferPlan | None:
+        """The plan of another layer. None when the objects differ from the first ones in number, shape or dtype, or among
+        themselves in their allocator, and when one is not valid, or not in format `fmt` where that is given."""
+        if set(map(type, objects)) != {MemoryObj}:
+            return None
+        metadata = [obj.metadata for obj in objects]
+        if [m.shapes for m in metadata] != self._shapes or [m.dtypes for m in metadata] != self._dtypes:
+            return None
+        if fmt is not None and {m.fmt for m in metadata} != {fmt}:
+            return None
+        allocators = {obj.parent() for obj in objects}
+        pool = allocators.pop().pool
+        if allocators or pool is None or min([m.ref_count for m in metadata]) <= 0:
+            return None
+        words, base = array("q", self._words), pool.data_ptr()
+        addresses = [base + m.address + offset for m, offset in zip(metadata, self._offsets, strict=True)]
+        words[::WORDS_PER_SPAN] = array("q", addresses)
+        old = self._plan
+        spans = LazySpans(lambda: self._spans(objects), words, pool.is_cpu)
+        return TransferPlan(cache, (cache.planes[layer],), spans, old.slots, old.skip_prefix_n_tokens)
+
+    def _spans(self, objects: Sequence[MemoryObj]) -> list[ChunkSpan]:
+        return [span.of_tensor(obj.get_tensor(0)) for span, obj in zip(self._plan.spans, objects, strict=True)]
