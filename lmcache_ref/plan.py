@@ -269,23 +269,35 @@ def check_slot_values(
             runs[-1][1] = end
         elif start < end:
             runs.append([start, end])
-    used = torch.cat([torch.arange(*run) for run in runs] or [_NONE])
-    slot = slots.cpu()[used]
-    if slot.numel() and int(slot.max()) >= limit:
-        bad = int(used[(slot >= limit).nonzero()[0]])
+    if not runs:
+        return
+    values = slots.cpu()
+    slot = torch.cat([values[start:end] for start, end in runs]) if len(runs) > 1 else values[slice(*runs[0])]
+    least, most = map(int, torch.aminmax(slot))
+    if most >= limit:
+        bad = int(_tokens(runs)[(slot >= limit).nonzero()[0]])
         counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {limit}"
         raise SlotRangeError(f"slots[{bad}] = {int(slots[bad])}: the cache has {counted} slots")
-    if duplicates:
-        kept, token = slot[slot >= 0], used[slot >= 0]
-        if int(torch.zeros(limit, dtype=torch.bool).index_fill_(0, kept, True).sum()) == len(kept):
-            return
-        ordered, order = kept.sort(stable=True)
-        at = int((ordered[1:] == ordered[:-1]).nonzero()[0])
-        first, second = (int(token[order[i]]) for i in (at, at + 1))
-        raise DuplicateSlotError(f"slots[{first}] and slots[{second}] are both {int(ordered[at])}: a write is lost")
+    if duplicates and most >= 0:
+        kept = slot if least >= 0 else slot[slot >= 0]
+        order = torch.arange(len(kept), dtype=torch.int32)
+        last = torch.empty(limit, dtype=torch.int32)
+        last[kept] = order  # of tokens with one slot, one is left; the others do not find themselves
+        if not torch.equal(last[kept], order):
+            _refuse_duplicates(slot, _tokens(runs))
 
 
-_NONE = torch.empty(0, dtype=torch.int64)
+def _tokens(runs: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.cat([torch.arange(*run) for run in runs])
+
+
+def _refuse_duplicates(slot: torch.Tensor, token: torch.Tensor) -> None:
+    """DuplicateSlotError naming the lowest slot that two tokens have."""
+    token, slot = token[slot >= 0], slot[slot >= 0]
+    ordered, order = slot.sort(stable=True)
+    at = int((ordered[1:] == ordered[:-1]).nonzero()[0])
+    first, second = (int(token[order[i]]) for i in (at, at + 1))
+    raise DuplicateSlotError(f"slots[{first}] and slots[{second}] are both {int(ordered[at])}: a write is lost")
 
 
 def validating() -> bool:
