@@ -125,8 +125,9 @@ def test_on_a_gpu_every_cell_has_every_figure(like_a_gpu):
     report = run_bench(EVERYTHING, cells.append)
     assert figures_of(report, "reference") == dict.fromkeys(CELLS, DEVICE_FIGURES)
     assert figures_of(report, "alone") == {cell: {"matmul alone"} for cell in CELLS}
+    assert figures_of(report, "copy_") == {cell: {"matmul beside store", "matmul beside load"} for cell in CELLS}
     assert all(map(is_sound, report.rows))
-    assert len(report.rows) == len(CELLS) * (len(DEVICE_FIGURES) + 2) and len(cells) == len(CELLS)
+    assert len(report.rows) == len(CELLS) * (len(DEVICE_FIGURES) + 4) and len(cells) == len(CELLS)
     with_ceiling = {row.figure for row in report.rows if row.percent_of_ceiling}
     assert with_ceiling == {*RATES, "layerwise store", "layerwise load"}
     assert list(report.ceilings) == ["d2h", "h2d", "both", "device"]

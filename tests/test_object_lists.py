@@ -151,6 +151,14 @@ def test_the_last_reference_returns_the_memory():
         let_go(objects)
 
 
+def test_an_object_that_is_only_pinned_can_be_held():
+    first, second = World([3, 2]).layers[0]
+    second.pin()
+    second.ref_count_down()
+    hold([first, second])
+    assert counts([first, second]) == [2, 1]
+
+
 def test_nothing_is_held_when_one_is_gone():
     world = World([3, 2])
     first, second = world.layers[0]

@@ -15,10 +15,10 @@ import torch
 from ..transfer import Transfer
 from .checks import check_layerwise, check_move
 from .measure import HostClock, Seconds, interleaved
-from .movers import LayerwiseMover, Mover
+from .movers import LayerwiseMover, Mover, PlainCopies
 from .settings import Job, Setting
 
-COPY, ALONE = "copy_", "alone"
+COPY, ALONE = PlainCopies.name, "alone"
 NAMES = {"gather": "store", "scatter": "load"}
 MATMUL_ROUNDS = 3
 
@@ -278,7 +278,8 @@ def _own_time(clock: HostClock, run: Callable[[], object]) -> float:
 
 
 def matmul(scene: Scene) -> Iterator[Reading]:
-    """How many times longer a loop of matmuls takes beside transfers that never pause; alone, in turn with the others."""
+    """How many times longer a loop of matmuls takes beside transfers that never pause; in turn with it alone, and with it
+    beside plain copies of as many bytes."""
     clock, matmuls = scene.clock, scene.matmuls
     if matmuls is None:
         return
@@ -289,8 +290,10 @@ def matmul(scene: Scene) -> Iterator[Reading]:
         def run(mover: Mover, operation: str = operation, job: Job = job) -> float:
             return _beside(clock, matmuls, mover, operation, job)
 
+        copies = PlainCopies(clock, job)
+        beside = alone | {copies.name: functools.partial(run, copies)}
         once = functools.partial(_own_time, clock)
-        seconds = scene.time(scene.movers, [(operation, name)], run, once, MATMUL_ROUNDS, alone)
+        seconds = scene.time(scene.movers, [(operation, name)], run, once, MATMUL_ROUNDS, beside)
         undisturbed = seconds.pop(ALONE)
         if isinstance(undisturbed, Exception):
             raise undisturbed

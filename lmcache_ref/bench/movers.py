@@ -11,6 +11,7 @@ import torch
 from ..backends import Operations, get_backend, use_backend
 from ..connectors import VLLMPagedMemLayerwiseGPUConnector
 from ..transfer import Transfer
+from .measure import HostClock
 from .settings import Job, Setting, and_one_more
 from .shapes import layout_hints
 
@@ -45,6 +46,38 @@ class BackendMover(Mover):
 
     def _call(self, operation: str, plan: Any) -> Transfer:
         return self.operations.gather(plan) if operation == "gather" else self.operations.scatter(plan)
+
+
+class PlainCopies(Mover):
+    """As many bytes by torch's own copies, chunk after chunk, from or to one buffer on the device."""
+
+    name = "copy_"
+
+    def __init__(self, clock: HostClock, job: Job):
+        self._clock = clock
+        largest = max(job.chunks, key=torch.Tensor.numel)
+        self._buffer = torch.zeros(largest.numel(), dtype=largest.dtype, device=clock.device)
+
+    def move(self, operation: str, job: Job) -> Transfer:
+        for chunk in job.chunks:
+            flat = chunk.view(-1)
+            near = self._buffer[: flat.numel()]
+            target, source = (flat, near) if operation == "gather" else (near, flat)
+            target.copy_(source, non_blocking=True)
+        return Arrival(self._clock.record())
+
+
+class Arrival(Transfer):
+    """Done when an event has happened."""
+
+    def __init__(self, event: Any):
+        self._event = event
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
 
 
 class LayerwiseMover:

@@ -19,10 +19,12 @@ def hold(objects: Sequence[MemoryObj]) -> None:
     has such a one."""
     for allocator, own in _by_allocator(objects):
         with allocator.lock:
-            for obj in own:
-                obj.require_valid()
-            for obj in own:
-                obj.metadata.ref_count += 1
+            metadata = [obj.metadata for obj in own]
+            if allocator.pool is None or min([m.ref_count for m in metadata]) <= 0:
+                for obj in own:  # it may still be pinned
+                    obj.require_valid()
+            for m in metadata:
+                m.ref_count += 1
 
 
 def let_go(objects: Sequence[MemoryObj]) -> None:
@@ -65,7 +67,7 @@ class SameKind:
         metadata = [obj.metadata for obj in objects]
         if [m.shapes for m in metadata] != self._shapes or [m.dtypes for m in metadata] != self._dtypes:
             return None
-        if fmt is not None and {m.fmt for m in metadata} != {fmt}:
+        if fmt is not None and [m.fmt for m in metadata].count(fmt) != len(metadata):
             return None
         allocators = {obj.parent() for obj in objects}
         pool = allocators.pop().pool
