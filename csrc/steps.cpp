@@ -26,7 +26,7 @@ struct Lane {
     u64 kernels[kWidths];       // by the logarithm of the vector width
     u64 keep_kernels[kWidths];
     u64 event;                  // for waits inside a call
-    i64 staged_blocks, zero_copy_blocks, most_blocks, resident_blocks, planes_per_unit;
+    i64 staged_blocks, zero_copy_blocks, most_blocks, resident_blocks, planes_per_unit, slots_in_batch;
     Limits limits;
 };
 
@@ -63,7 +63,7 @@ struct Call {
     u64 ready, ends[kPlaces];   // events
     // out:
     i64 num_ends, reports, pageable, width;
-    i64 num_streams;            // of a staged call, which then has recorded `ready`
+    i64 num_streams;            // of a staged call
     u64 slots_address;
 };
 
@@ -97,7 +97,7 @@ private:
         std::vector<Chunk> rows;
         Packing packing;
         Segment segment;
-        Batch batch;
+        BatchAndSlots launch;
         Homes home_rows;
     };
     static Kept& kept() { static thread_local Kept memory; return memory; }
@@ -182,39 +182,45 @@ private:
         return granule;
     }
 
-    i64 describe(i64 width, const std::vector<Chunk>& table, u64 stream) {
+    // Few slots travel with the launch, unless other kernels need them too.
+    i64 describe(i64 width, const std::vector<Chunk>& table, bool keeps, u64 stream) {
         call_.width = width;
         if (call_.rotated_kernel && width % call_.key_bytes) return kNarrow;
         const i64 chunks_at = call_.words_before * sizeof(i64), slots_at = chunks_at + (i64)(table.size() * sizeof(Chunk));
-        i64 failed = call_.kept < 0 ? write_and_upload(table, chunks_at, slots_at, stream) : follow(stream, call_.current);
-        if (!failed && call_.kept >= 0) failed = verbs_.wait(verbs_.device, stream, call_.kept);
-        Batch& batch = kept().batch;
-        batch.move = *call_.move;
-        batch.move.ids = (const i64*)(call_.near + slots_at);
-        batch.move.bad_token = (u64*)call_.near;
-        call_.slots_address = call_.near + slots_at;
+        const bool travels = table.empty() && !keeps && !call_.rotated_kernel && !call_.slots_on_device
+                          && call_.num_slots <= lane_.slots_in_batch;
+        i64 failed;
+        if (travels || call_.kept >= 0) {
+            failed = follow(stream, call_.current);
+            if (!failed && !travels) failed = verbs_.wait(verbs_.device, stream, call_.kept);
+        } else {
+            failed = write_and_upload(table, chunks_at, slots_at, stream);
+        }
+        BatchAndSlots& launch = kept().launch;
+        call_.slots_address = travels ? 0 : call_.near + slots_at;
+        launch.batch.move = *call_.move;
+        launch.batch.move.ids = (const i64*)call_.slots_address;
+        launch.batch.move.bad_token = (u64*)call_.near;
+        if (travels) std::copy(call_.slots, call_.slots + call_.num_slots, launch.slots);
         return failed;
     }
 
+    // What is in the block behind the flags, and the slots behind it.
     i64 write_and_upload(const std::vector<Chunk>& table, i64 chunks_at, i64 slots_at, u64 stream) {
-        const u64 flags[kFlagWords] = {~0ull, ~0ull};
-        i64 failed = verbs_.write(verbs_.device, call_.pinned, (u64)flags, sizeof flags);
-        if (!failed && !table.empty())
+        const i64 begin = kFlagWords * sizeof(i64), slots_bytes = call_.num_slots * sizeof(i64);
+        i64 failed = 0, end = slots_at;
+        if (!table.empty())
             failed = verbs_.write(verbs_.device, call_.pinned + chunks_at, (u64)table.data(), table.size() * sizeof(Chunk));
-        return failed ? failed : upload(slots_at, stream);
-    }
-
-    i64 upload(i64 num_bytes, u64 stream) {
-        const i64 slots_bytes = call_.num_slots * sizeof(i64);
-        i64 failed;
+        if (failed) return failed;
         if (call_.slots_on_device) {
-            failed = verbs_.copy(verbs_.device, call_.near + num_bytes, (u64)call_.slots, slots_bytes, call_.current);
+            failed = verbs_.copy(verbs_.device, call_.near + end, (u64)call_.slots, slots_bytes, call_.current);
         } else {
-            failed = verbs_.write(verbs_.device, call_.pinned + num_bytes, (u64)call_.slots, slots_bytes);
-            num_bytes += slots_bytes;
+            failed = verbs_.write(verbs_.device, call_.pinned + end, (u64)call_.slots, slots_bytes);
+            end += slots_bytes;
         }
         if (!failed) failed = follow(stream, call_.current);
-        return failed ? failed : verbs_.copy(verbs_.device, call_.near, call_.pinned, num_bytes, stream);
+        if (failed || end == begin) return failed;
+        return verbs_.copy(verbs_.device, call_.near + begin, call_.pinned + begin, end - begin, stream);
     }
 
     // `stream` waits for what `other` was given so far.
@@ -227,7 +233,7 @@ private:
     i64 fetch_flag(u64 stream) { return verbs_.copy(verbs_.device, call_.pinned, call_.near, sizeof(i64), stream); }
 
     void point(const std::vector<Chunk>* rows, u64 table, i64 num_chunks, i64 num_tiles) {
-        Batch& batch = kept().batch;
+        Batch& batch = kept().launch.batch;
         batch.move.num_chunks = num_chunks, batch.move.num_tiles = num_tiles, batch.move.chunks = (const Chunk*)table;
         if (rows) std::copy(rows->begin(), rows->end(), batch.chunks);
     }
@@ -235,12 +241,12 @@ private:
     static int logarithm(i64 width) { return __builtin_ctzll((u64)width); }
 
     i64 launch(u64 stream, i64 most_blocks) {
-        Batch& batch = kept().batch;
+        Batch& batch = kept().launch.batch;
         Move& move = batch.move;
         const i64 wanted_units = std::min(most_blocks, lane_.resident_blocks);
         move.planes_per_unit = std::min(lane_.planes_per_unit, ceil_div(move.num_tiles * move.num_planes, wanted_units));
         const i64 num_blocks = std::min(most_blocks, move.num_tiles * ceil_div(move.num_planes, move.planes_per_unit));
-        void* plain[] = {&batch};
+        void* plain[] = {&kept().launch};
         const u64 kernel = lane_.kernels[logarithm(call_.width)];
         if (!call_.rotated_kernel) return verbs_.launch(verbs_.device, kernel, stream, plain, num_blocks);
         const i64 first = move.first_plane, end = first + move.num_planes;
@@ -264,7 +270,7 @@ private:
         i64 num_tiles;
         describe_rows(parts(), &rows, &num_tiles);
         const bool travels = rows.size() <= kChunksInBatch;
-        i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, stream);
+        i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, false, stream);
         if (failed) return failed;
         point(travels ? &rows : nullptr, travels ? 0 : call_.near + call_.words_before * sizeof(i64), rows.size(), num_tiles);
         failed = launch(stream, most_blocks);
@@ -280,7 +286,7 @@ private:
     i64 staged() {
         static const std::vector<Chunk> none;
         const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
-        i64 failed = describe(widest(), none, first_stream);
+        i64 failed = describe(widest(), none, lane_.stores && may_skip_, first_stream);
         if (failed) return failed;
         failed = verbs_.record(verbs_.device, call_.ready, first_stream);
         streams_[call_.num_streams++] = first_stream;
@@ -312,7 +318,7 @@ private:
         }
         if (!failed && !lane_.stores) failed = copy(segment, place, false);
         point(&segment.rows, 0, segment.parts.size(), segment.num_tiles);
-        Move& move = kept().batch.move;
+        Move& move = kept().launch.batch.move;
         move.base_address = place.address, move.first_plane = segment.first_plane, move.num_planes = segment.num_planes;
         if (!failed && lane_.stores && may_skip_) failed = keep(segment, place);
         if (!failed) failed = launch(place.stream, lane_.staged_blocks);
@@ -327,7 +333,7 @@ private:
         describe_rows(homes, &kept().rows, &num_tiles);
         std::copy(kept().rows.begin(), kept().rows.end(), kept().home_rows.chunks);
         const i64 width = std::gcd(widest(), granule(homes));
-        void* arguments[] = {&kept().batch, &kept().home_rows};
+        void* arguments[] = {&kept().launch, &kept().home_rows};
         return verbs_.launch(verbs_.device, lane_.keep_kernels[logarithm(width)], place.stream, arguments, lane_.staged_blocks);
     }
 

@@ -117,11 +117,11 @@ template <typename Vector, bool kScatter> __device__ __forceinline__ void move_b
 
 // gather_16, scatter_16, ...: the vector width in bytes, which must divide every address, stride and piece of the batch.
 #define LMC_KERNELS(width, Vector)                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) gather_##width(const __grid_constant__ Batch batch) {   \
-        move_batch<Vector, false>(move_of(batch));                                                       \
+    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) gather_##width(const __grid_constant__ BatchAndSlots launch) {  \
+        move_batch<Vector, false>(move_of(launch));                                                       \
     }                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) scatter_##width(const __grid_constant__ Batch batch) {  \
-        move_batch<Vector, true>(move_of(batch));                                                        \
+    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) scatter_##width(const __grid_constant__ BatchAndSlots launch) { \
+        move_batch<Vector, true>(move_of(launch));                                                       \
     }
 
 LMC_KERNELS(16, uint4)

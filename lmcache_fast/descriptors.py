@@ -23,6 +23,7 @@ WIDEST_VECTOR_BYTES = 16
 WORDS_PER_PLANE = 4
 WORDS_PER_CHUNK = 7
 CHUNKS_IN_BATCH = 32  # kChunksInBatch of csrc/batch.h
+SLOTS_IN_BATCH = 256  # kSlotsInBatch
 
 Part = tuple[int, tuple[int, int, int], int, int]  # of a chunk, as `moved_parts` yields them
 
@@ -40,9 +41,14 @@ Move = struct_of_words(
 
 
 class Batch(ctypes.Structure):
-    """A move and, where `move.chunks` is 0, its chunks: up to CHUNKS_IN_BATCH rows of WORDS_PER_CHUNK."""
+    """A move and, where `move.chunks` is 0, its chunks: up to CHUNKS_IN_BATCH rows of WORDS_PER_CHUNK; where `move.ids` is 0,
+    up to SLOTS_IN_BATCH slots. This is the struct BatchAndSlots; kernels that take a Batch take what is before the slots."""
 
-    _fields_ = [("move", Move), ("chunks", ctypes.c_int64 * (CHUNKS_IN_BATCH * WORDS_PER_CHUNK))]
+    _fields_ = [
+        ("move", Move),
+        ("chunks", ctypes.c_int64 * (CHUNKS_IN_BATCH * WORDS_PER_CHUNK)),
+        ("slots", ctypes.c_int64 * SLOTS_IN_BATCH),
+    ]
 
 
 class Homes(ctypes.Structure):

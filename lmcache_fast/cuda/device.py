@@ -1,8 +1,8 @@
 """The few verbs that the pipeline speaks to a CUDA device: streams, events, copies, launches, memory.
 
-Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize`, `fetch`, `constant` and
-`table`. The device must be current (`guard`). What is ordered after what, `steps.py` says; tests run it on a simulated device
-of the same verbs.
+Every verb is a driver call or two on raw addresses; none makes the host wait but `synchronize`, `fetch`, `bring`,
+`constant` and `table`. The device must be current (`guard`). What is ordered after what, `steps.py` says; tests run it on
+a simulated device of the same verbs.
 """
 
 from __future__ import annotations
@@ -200,11 +200,15 @@ class CudaDevice:
         stream.synchronize()  # idle, unless a debugging aid fills fresh memory
         return Memory(tensor.data_ptr(), num_bytes, tensor)
 
-    def constant(self, words: array[int]) -> Memory:
-        """Words in device memory that any stream may read; the host waits for their way there, and for no other work."""
-        memory = self.device_memory(len(words) * words.itemsize)
-        self.copy(memory.address, words.buffer_info()[0], memory.num_bytes, self._memory_stream)
+    def bring(self, address: int, words: array[int]) -> None:
+        """Words to device memory; the host waits for their way there, and for no other work."""
+        self.copy(address, words.buffer_info()[0], len(words) * words.itemsize, self._memory_stream)
         self._runtime.streamSynchronize(self._memory_stream)
+
+    def constant(self, words: array[int]) -> Memory:
+        """Words in device memory that any stream may read; the host waits as for `bring`."""
+        memory = self.device_memory(len(words) * words.itemsize)
+        self.bring(memory.address, words)
         return memory
 
     def table(self, rope: RotarySpec) -> torch.Tensor:

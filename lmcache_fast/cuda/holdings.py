@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +37,8 @@ class Block:
 
 
 class Blocks:
-    """Blocks that nobody uses. One is taken by a call and returns when its transfer is done, and whoever shares it."""
+    """Blocks that nobody uses, their flags without a bad token. One is taken by a call and returns when its transfer is done,
+    and whoever shares it."""
 
     def __init__(self, device: Any):
         self._device = device
@@ -53,7 +55,15 @@ class Blocks:
                     return block
         size = max(FIRST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         with self._device.guard():
-            return Block(self._device.pinned_memory(size), self._device.device_memory(size))
+            block = Block(self._device.pinned_memory(size), self._device.device_memory(size))
+            self.reset(block)
+        return block
+
+    def reset(self, block: Block) -> None:
+        """Let the flags of a block that nobody uses say that nothing is wrong. The host waits for no other work."""
+        flags = array("q", [NO_BAD_TOKEN] * FLAG_WORDS)
+        self._device.write(block.pinned.address, flags.buffer_info()[0], len(flags) * WORD_BYTES)
+        self._device.bring(block.device.address, flags)
 
     def share(self, block: Block) -> Block:
         """The same block for one more user."""
@@ -145,6 +155,7 @@ class CudaTransfer(Transfer):
                 if token != NO_BAD_TOKEN:
                     value = self._device.fetch(self._slots_address + token * WORD_BYTES)
                     self._error = SlotRangeError(f"slots[{token}] = {value}: the cache has {self._counted} slots")
+                    self._blocks.reset(block)
             self._events, self._under_way = (), None
             self._blocks.give_back(block)
 

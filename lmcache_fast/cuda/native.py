@@ -19,6 +19,7 @@ from lmcache_ref.plan import check_slots
 from ..cpu.compile import load_library
 from ..descriptors import struct_of_words
 from ..environment import source_folder
+from . import steps
 from .segments import ALIGN_BYTES, LEAST_SEGMENT_BYTES, LONGEST_PITCH_BYTES, SEGMENTS_PER_CALL
 from .steps import (
     MOST_BLOCKS,
@@ -38,7 +39,7 @@ NOTHING, BAD_SLOT, NARROW = 1, 2, 3  # what `lmcache_fast_steps` returns; 0: don
 LaneWords = struct_of_words(
     "LaneWords",
     f"verbs stores {' '.join(f'kernel_{width}' for width in WIDTHS)} {' '.join(f'keep_{width}' for width in WIDTHS)} "
-    "event staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit "
+    "event staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit slots_in_batch "
     "align_bytes least_segment_bytes segments_per_call longest_pitch_bytes",
 )
 CallWords = struct_of_words(
@@ -66,7 +67,7 @@ class CompiledSteps:
             operation == "gather",
             *kernels,
             self._event.handle,
-            *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS, RESIDENT_BLOCKS, PLANES_PER_UNIT),
+            *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS, RESIDENT_BLOCKS, PLANES_PER_UNIT, steps.SLOTS_THAT_TRAVEL),
             *(ALIGN_BYTES, LEAST_SEGMENT_BYTES, SEGMENTS_PER_CALL, LONGEST_PITCH_BYTES),
         )
         self._call = CallWords()
@@ -129,7 +130,7 @@ class CompiledSteps:
             bool(call.reports),
             call.slots_address,
             bool(call.pageable),
-            ready if call.num_streams else None,
+            ready if call.num_streams and call.slots_address else None,
         )
 
     def _not_done(self, request: Request, status: int) -> Outcome | None:

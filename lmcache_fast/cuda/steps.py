@@ -23,6 +23,7 @@ from lmcache_ref.plan import TransferPlan, check_slots
 
 from ..descriptors import (
     CHUNKS_IN_BATCH,
+    SLOTS_IN_BATCH,
     WIDEST_VECTOR_BYTES,
     Batch,
     Homes,
@@ -34,14 +35,15 @@ from ..descriptors import (
     moved_parts,
 )
 from .device import Arguments
-from .holdings import FLAG_WORDS, NO_BAD_TOKEN, WORD_BYTES, Block, Place, Ring
+from .holdings import FLAG_WORDS, WORD_BYTES, Block, Place, Ring
 from .segments import LEAST_SEGMENT_BYTES, Segment, cut, segment_bytes
 
-STAGED_BLOCKS = 528  # thread blocks of a staged launch: a short burst, on half the threads of an H200
+STAGED_BLOCKS = 1056  # thread blocks of a staged launch: a short burst on all of an H200, which disturbs a model least
 ZERO_COPY_BLOCKS = 32  # enough to keep the link full; more would take multiprocessors away from the model
 MOST_BLOCKS = (1 << 31) - 1  # of a launch on device memory only: a unit each
-RESIDENT_BLOCKS = 1056  # that an H200 runs at a time: with fewer units, each is of fewer planes
+RESIDENT_BLOCKS = 1056  # that an H200 runs at a time: with few tiles, a unit is of fewer planes
 PLANES_PER_UNIT = 4  # at most
+SLOTS_THAT_TRAVEL = SLOTS_IN_BATCH  # up to so many slots of the host go with each launch
 
 
 class Rotated(NamedTuple):
@@ -102,7 +104,7 @@ class Steps:
 
     def __init__(self, device: Any, operation: str, streams: Sequence[int]):
         self._device, self._operation, self._stores = device, operation, operation == "gather"
-        self._zero_copy_stream = streams[0]
+        self._zero_copy_stream, self._slots_in_batch = streams[0], SLOTS_THAT_TRAVEL
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
         self._move, self._chunks = self._batch.move, self._batch.chunks  # parts of the batch
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
@@ -137,45 +139,48 @@ class Steps:
 
     # ------------------------------------------------------------------------------------------ descriptors
 
-    def _describe(self, request: Request, width: int, chunks: list[int], stream: int) -> int:
+    def _describe(self, request: Request, width: int, chunks: list[int], keeps: bool, stream: int) -> int:
         """Bring the tables of a call to the device on `stream`, and fill in the batch but for its chunks. Returns where the
-        chunks are: slots are behind them."""
+        chunks are: slots are behind them. Few slots travel with the launch, unless other kernels need them too."""
         if request.rotated is not None and width % request.plan.cache.dtype.itemsize:
             raise too_narrow(request, width)
         near, chunks_at = request.block.device.address, request.words_before * WORD_BYTES
-        slots_at = chunks_at + len(chunks) * WORD_BYTES
-        if request.kept is None:
-            pinned = request.block.pinned.address
-            self._write(pinned, array("q", [NO_BAD_TOKEN] * FLAG_WORDS))
-            self._write(pinned + chunks_at, array("q", chunks))
-            self._upload(request, slots_at, stream)
-        else:
+        slots, slots_at = request.slots, chunks_at + len(chunks) * WORD_BYTES
+        travels = (
+            not (chunks or keeps or request.rotated or request.slots_on_device) and len(slots) <= self._slots_in_batch
+        )
+        if travels:
+            self._follow_current(stream)
+        elif request.kept is not None:
             self._follow_current(stream)
             self._device.wait(stream, request.kept)
+        else:
+            if chunks:
+                words = array("q", chunks)
+                self._device.write(
+                    request.block.pinned.address + chunks_at, words.buffer_info()[0], len(words) * WORD_BYTES
+                )
+            self._upload(request, slots_at, stream)
         self._batch.move = Move.from_buffer_copy(request.move)
-        move = self._move
-        move.ids, move.bad_token = near + slots_at, near
+        self._move.ids, self._move.bad_token = 0 if travels else near + slots_at, near
+        if travels:
+            self._batch.slots[: len(slots)] = slots.tolist()
         return near + chunks_at
 
-    def _write(self, address: int, words: array[int]) -> None:
-        if words:
-            self._device.write(address, words.buffer_info()[0], len(words) * WORD_BYTES)
-
-    def _upload(self, request: Request, num_bytes: int, stream: int) -> None:
-        """Bring the first bytes of a block to the device on `stream`, and slots behind them: those of the host too, others on
-        the current stream. `stream` is then behind all that the current stream was given."""
-        device, slots = self._device, request.slots
+    def _upload(self, request: Request, end: int, stream: int) -> None:
+        """Bring what is in a block behind the flags, up to `end`, to the device on `stream`, and slots behind it: those of
+        the host too, others on the current stream. `stream` is then behind all that the current stream was given."""
+        device, slots, begin = self._device, request.slots, FLAG_WORDS * WORD_BYTES
         pinned, near = request.block.pinned.address, request.block.device.address
         slots_bytes = len(slots) * WORD_BYTES
         if request.slots_on_device:
-            device.copy(
-                near + num_bytes, slots.data_ptr(), slots_bytes, device.current()
-            )  # the caller may overwrite them
+            device.copy(near + end, slots.data_ptr(), slots_bytes, device.current())  # the caller may overwrite them
         else:
-            device.write(pinned + num_bytes, slots.data_ptr(), slots_bytes)
-            num_bytes += slots_bytes
+            device.write(pinned + end, slots.data_ptr(), slots_bytes)
+            end += slots_bytes
         self._follow_current(stream)
-        device.copy(near, pinned, num_bytes, stream)
+        if end > begin:
+            device.copy(near + begin, pinned + begin, end - begin, stream)
 
     def _follow_current(self, stream: int) -> None:
         """`stream` goes on behind all that the current stream was given."""
@@ -230,7 +235,7 @@ class Steps:
         rows, num_tiles = chunk_rows(parts, request.move.tile_tokens)
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes, granule_bytes(parts))
         travels = len(parts) <= CHUNKS_IN_BATCH
-        table = self._describe(request, width, [] if travels else rows, stream)
+        table = self._describe(request, width, [] if travels else rows, False, stream)
         self._point(rows if travels else None, table, len(parts), num_tiles)
         self._launch(request, width, stream, most_blocks)
         if known.reports:
@@ -247,7 +252,7 @@ class Steps:
         most = segment_bytes(ring.place_bytes, _num_bytes(request, parts))
         keeps = known.may_skip and self._stores
         place = ring.next()
-        self._describe(request, width, [], place.stream)
+        self._describe(request, width, [], keeps, place.stream)
         ready = device.record(place.stream)
         streams: dict[int, None] = {place.stream: None}
         row_bytes, num_layers = request.planes.token_bytes, len(request.plan.planes)
@@ -273,13 +278,14 @@ class Steps:
             if self._stores:
                 self._copy(segment, place, to_home=True)
         pageable = device.mapped(parts[0][0]) is None
+        brought = ready if self._move.ids else None
         if not known.reports:
-            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, ready)
+            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, brought)
         last, *others = streams
         for stream in others:
             device.wait(last, device.record(stream))
         self._fetch_flag(request, last)
-        return Outcome([device.record(last)], True, self._move.ids, pageable, ready)
+        return Outcome([device.record(last)], True, self._move.ids, pageable, brought)
 
     def _keep(self, request: Request, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""

@@ -5,7 +5,7 @@
 #include "rotate.cu"
 #include "transfer.cu"
 
-typedef void (*MoveKernel)(Batch);
+typedef void (*MoveKernel)(BatchAndSlots);
 typedef void (*KeepKernel)(Batch, Homes);
 typedef void (*RotateKernel)(Rotation);
 typedef void (*ScatterRotatedKernel)(Batch, Rotation);
@@ -15,6 +15,7 @@ static struct {
     KeepKernel keep;
     RotateKernel rotate;
     ScatterRotatedKernel scatter_rotated;
+    const BatchAndSlots* launch;
     const Batch* batch;
     const Homes* homes;
     const Rotation* rotation;
@@ -29,13 +30,13 @@ static void finish(i64* counts) {
 static void begin() { misaligned_vectors = stored_bytes = split_barriers = 0; }
 
 // Vectors of 1 << width_log2 bytes. counts: vectors that were not aligned to their size, bytes stored, split barriers.
-extern "C" void launch_move(const Batch* batch, int scatter, int width_log2, int blocks, int threads, i64* counts) {
+extern "C" void launch_move(const BatchAndSlots* launch, int scatter, int width_log2, int blocks, int threads, i64* counts) {
     static const MoveKernel kernels[2][5] = {{gather_1, gather_2, gather_4, gather_8, gather_16},
                                              {scatter_1, scatter_2, scatter_4, scatter_8, scatter_16}};
     begin();
     launched.move = kernels[scatter][width_log2];
-    launched.batch = batch;
-    run_grid([] { launched.move(*launched.batch); }, blocks, threads);
+    launched.launch = launch;
+    run_grid([] { launched.move(*launched.launch); }, blocks, threads);
     finish(counts);
 }
 

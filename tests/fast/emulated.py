@@ -14,6 +14,7 @@ import torch
 from lmcache_fast.cpu.backend import TYPE_NUMBERS
 from lmcache_fast.cpu.compile import load_library
 from lmcache_fast.descriptors import (
+    SLOTS_IN_BATCH,
     WORDS_PER_CHUNK,
     Batch,
     chunk_table,
@@ -74,6 +75,8 @@ class Launch:
         """Run the kernel."""
         bad_token = array("Q", [NO_BAD_TOKEN])
         batch, widest_bytes, _kept = self._described(plan, bad_token)
+        if self.inline and self.block_ids is None and len(plan.slots) <= SLOTS_IN_BATCH:
+            batch.move.ids, batch.slots[: len(plan.slots)] = 0, plan.slots.tolist()
         width_bytes = widest_bytes if self.width_bytes is None else self.width_bytes
         arguments = int(direction == "scatter"), width_bytes.bit_length() - 1, self.blocks, self.threads
         counts = array("q", [0, 0, 0])

@@ -15,6 +15,7 @@ import torch
 from pipeline_worlds import BS, CHUNK, FILL, NB, OTHERS, SLOTS, World, fill_chunks, same
 from simulated import SimulatedDevice
 
+from lmcache_fast.cuda import steps
 from lmcache_fast.environment import ZERO_COPY_BYTES
 from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.plan import TransferPlan
@@ -248,9 +249,20 @@ def by_zero_copy(scenario: Callable[[SimulatedDevice], None]) -> Callable[[Simul
     return run
 
 
+def by_upload(scenario: Callable[[SimulatedDevice], None]) -> Callable[[SimulatedDevice], None]:
+    """The same calls when no slots travel with a launch."""
+
+    def run(device: SimulatedDevice) -> None:
+        with mock.patch.object(steps, "SLOTS_THAT_TRAVEL", 0):
+            scenario(device)
+
+    return run
+
+
 STAGED = (store_twice, store_and_free, load_twice, load_rotated, store_then_load, load_by_slots_on_the_device)
 OTHERS_TOO = (the_same_slots_again, slots_on_the_device, on_the_device, a_launch_that_fails)
 SCENARIOS: dict[str, Callable[[SimulatedDevice], None]] = {
-    **{scenario.__name__: scenario for scenario in (*STAGED, *OTHERS_TOO)},
+    **{scenario.__name__: by_upload(scenario) for scenario in (*STAGED, *OTHERS_TOO)},
+    **{f"{scenario.__name__} by few slots": scenario for scenario in (*STAGED, on_the_device)},
     **{f"{scenario.__name__} by zero copy": by_zero_copy(scenario) for scenario in STAGED},
 }

@@ -24,7 +24,15 @@ from spans import Spans, merged, overlap, span_of
 
 from lmcache_fast.cpu.backend import TYPE_NUMBERS
 from lmcache_fast.cuda.device import TYPE_NAMES, Arguments, Memory
-from lmcache_fast.descriptors import CHUNKS_IN_BATCH, WORDS_PER_CHUNK, WORDS_PER_PLANE, Batch, Homes, Rotation
+from lmcache_fast.descriptors import (
+    CHUNKS_IN_BATCH,
+    SLOTS_IN_BATCH,
+    WORDS_PER_CHUNK,
+    WORDS_PER_PLANE,
+    Batch,
+    Homes,
+    Rotation,
+)
 from lmcache_ref.rope import RotarySpec
 
 WORD = 8
@@ -184,9 +192,12 @@ class SimulatedDevice(SpeaksToCompiledSteps):
     def device_memory(self, num_bytes: int) -> Memory:
         return self.register(torch.full((num_bytes + 512,), 0xA5, dtype=torch.uint8), 512)
 
+    def bring(self, address: int, words: array[int]) -> None:
+        self.write(address, words.buffer_info()[0], len(words) * WORD)
+
     def constant(self, words: array[int]) -> Memory:
         memory = self.device_memory(len(words) * WORD)
-        self.write(memory.address, words.buffer_info()[0], memory.num_bytes)
+        self.bring(memory.address, words)
         return memory
 
     def table(self, rope: RotarySpec) -> torch.Tensor:
@@ -350,13 +361,18 @@ class SimulatedDevice(SpeaksToCompiledSteps):
             chunk = chunks[first_word : first_word + WORDS_PER_CHUNK]
             home = homes.chunks[first_word : first_word + WORDS_PER_CHUNK] if homes else chunk
             first, num_tokens = chunk[4:6]
-            ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
-            self._check(Touched(running.number, running.label, [ids], []), running.before, keep=False)
-            reads.append(ids)
+            if move.ids:
+                ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
+                self._check(Touched(running.number, running.label, [ids], []), running.before, keep=False)
+                reads.append(ids)
+                slots = self._words(ids[0], num_tokens)
+            else:
+                assert name in ("gather", "scatter") and not rotation and first + num_tokens <= SLOTS_IN_BATCH
+                slots = batch.slots[first : first + num_tokens]
             if rotation:
                 assert move.first_plane + move.num_planes <= move.num_layers, "values would be rotated"
                 reads += self._read_rotation(rotation, kernel, first, num_tokens)
-            for token, slot in enumerate(self._words(ids[0], num_tokens)):
+            for token, slot in enumerate(slots):
                 if slot >= move.num_ids and name != "keep":
                     writes.append((move.bad_token, move.bad_token + WORD))
                 if (0 <= slot < move.num_ids) == (name == "keep"):

@@ -110,6 +110,8 @@ class RecordingDevice(SpeaksToCompiledSteps):
         batch, *more = arguments.structures
         used = 0 if batch.move.chunks else batch.move.num_chunks * WORDS_PER_CHUNK
         said = [bytes(table) if isinstance(table, Rotation) else table.chunks[:used] for table in (batch, *more)]
+        if not batch.move.ids:
+            said.append(batch.slots[: max(map(sum, zip(said[0][4::7], said[0][5::7], strict=True)))])
         self.trace.append(("launch", kernel, stream, num_blocks, bytes(batch.move), said))
 
     def write(self, address: int, source: int, num_bytes: int) -> None:
@@ -124,6 +126,9 @@ class RecordingDevice(SpeaksToCompiledSteps):
         return Memory(self._memory - num_bytes, num_bytes, None)
 
     pinned_memory = device_memory
+
+    def bring(self, address: int, words: array) -> None:
+        pass
 
     def constant(self, words: array) -> Memory:
         return self.device_memory(8 * len(words))
@@ -147,6 +152,10 @@ class Lanes:
     def __init__(self, operation: str):
         self.device = RecordingDevice()
         self.lane = Lane(self.device, operation, Blocks(self.device))
+        for block in [
+            self.lane._blocks.take(1 << 20) for _ in range(2)
+        ]:  # enough for every call: none is made in between
+            self.lane._blocks.give_back(block)
         self.both = self.lane.steps, native.CompiledSteps(self.device, operation, self.lane._streams, library())
 
     def traces(self, plan: TransferPlan, on_host: bool, again: bool, busy: bool, launches_left: int) -> list[Any]:

@@ -51,9 +51,9 @@ def test_table_rows_are_those_of_the_header():
 
 def test_the_batch_is_that_of_the_header():
     text = (source_folder() / "batch.h").read_text()
-    assert f"kChunksInBatch = {descriptors.CHUNKS_IN_BATCH} " in text
+    assert f"kChunksInBatch = {descriptors.CHUNKS_IN_BATCH}, kSlotsInBatch = {descriptors.SLOTS_IN_BATCH} " in text
     words = len(Move._fields_) + descriptors.CHUNKS_IN_BATCH * descriptors.WORDS_PER_CHUNK
-    assert ctypes.sizeof(descriptors.Batch) == 8 * words
+    assert ctypes.sizeof(descriptors.Batch) == 8 * (words + descriptors.SLOTS_IN_BATCH) <= 4096
     assert 8 * (words + descriptors.CHUNKS_IN_BATCH * descriptors.WORDS_PER_CHUNK) <= 4096  # of keep, with its homes
 
 

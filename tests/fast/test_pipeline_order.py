@@ -203,7 +203,8 @@ def test_released_staging_is_taken_again():
     same(world.device.host_reads(world.pools[0]), expected, "the pool")
 
 
-def test_descriptor_blocks_and_transfers_do_not_pile_up():
+def test_descriptor_blocks_and_transfers_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(steps, "SLOTS_THAT_TRAVEL", 0)
     world = World(SimulatedDevice(0))
     for _ in range(5):
         world.store(world.plan(0)).synchronize()
