@@ -54,8 +54,8 @@ class Job:
     """Chunks `[TWO, NL, T, D]` and the slots, int64 `[tokens]`, that they go to or come from.
 
     which: of the two sets of slots. near: the chunks are in the cache's memory, not across a link. plan: what is checked.
-    turns: that plan and the same behind one more slot, which nobody uses, in turn. Requests differ in their slots, and a
-    backend may know those of the call before.
+    turns: that plan and, of several chunks, the same with one more slot, which nobody uses, in turn. Requests differ in their
+    slots, and a backend may know those of the call before.
     """
 
     cache: PagedKVCache
@@ -71,8 +71,9 @@ class Job:
         cls, cache: PagedKVCache, chunks: Sequence[torch.Tensor], slots: torch.Tensor, which: int, near: bool
     ) -> Job:
         """The job with its plan."""
-        plan, other = (_plan(cache, chunks, some) for some in (slots, and_one_more(slots)))
-        return cls(cache, chunks, slots, which, near, plan, itertools.cycle((plan, other)))
+        plan = _plan(cache, chunks, slots)
+        others = [_plan(cache, chunks, and_one_more(slots))] if len(chunks) > 1 else []
+        return cls(cache, chunks, slots, which, near, plan, itertools.cycle((plan, *others)))
 
     def planned(self) -> TransferPlan:
         """A new plan, of the one whose turn it is."""
