@@ -19,10 +19,11 @@ from pipeline_worlds import CHUNK_BYTES
 from simulated import Event, SimulatedDevice
 
 from lmcache_fast.cuda import native
-from lmcache_fast.cuda.backend import CudaBackend
+from lmcache_fast.cuda.backend import CudaBackend, Engine
 from lmcache_fast.cuda.device import Arguments, Memory
 from lmcache_fast.cuda.holdings import Blocks
 from lmcache_fast.cuda.pipeline import Lane
+from lmcache_fast.cuda.steps import Steps
 from lmcache_fast.descriptors import WORDS_PER_CHUNK, Rotation
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.kv_cache import PagedKVCache
@@ -318,6 +319,34 @@ def test_copies_across_two_allocations_are_made_part_by_part(in_rows, operation,
     ]
     assert homes == [chunk.data_ptr() for chunk in pool]
     assert whole[0] not in [said[0] for said in lanes.device.trace if said[0] != "copy"]
+
+
+@pytest.fixture
+def load_again():
+    native.load.cache_clear()
+    yield native.load
+    native.load.cache_clear()
+
+
+def test_without_a_compiler_the_steps_are_taken_in_python_and_that_is_said_once(load_again, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(2):
+        found, reason = load_again()
+        assert found is None and "no C++ compiler: looked for no-such-compiler" in reason
+    assert [record.message for record in caplog.records] == [
+        f"calls are prepared in Python, which takes longer: {reason}"
+    ]
+    assert CudaBackend().facts()["steps of a call"] == f"in Python, which takes longer: {reason}"
+    engine = Engine(SimulatedDevice(), found)
+    assert {type(lane.steps) for lane in engine.lanes.values()} == {Steps}
+
+
+def test_with_a_compiler_they_are_compiled(load_again):
+    found, reason = load_again()
+    assert found is not None and reason == ""
+    assert CudaBackend().facts()["steps of a call"] == "compiled"
+    engine = Engine(SimulatedDevice(), found)
+    assert {type(lane.steps) for lane in engine.lanes.values()} == {native.CompiledSteps}
 
 
 @pytest.mark.gpu
