@@ -56,14 +56,15 @@ class Blocks:
         size = max(FIRST_BLOCK_BYTES, 1 << (num_bytes - 1).bit_length())
         with self._device.guard():
             block = Block(self._device.pinned_memory(size), self._device.device_memory(size))
-            self.reset(block)
+        self.reset(block)
         return block
 
     def reset(self, block: Block) -> None:
         """Let the flags of a block that nobody uses say that nothing is wrong. The host waits for no other work."""
         flags = array("q", [NO_BAD_TOKEN] * FLAG_WORDS)
-        self._device.write(block.pinned.address, flags.buffer_info()[0], len(flags) * WORD_BYTES)
-        self._device.bring(block.device.address, flags)
+        with self._device.guard():
+            self._device.write(block.pinned.address, flags.buffer_info()[0], len(flags) * WORD_BYTES)
+            self._device.bring(block.device.address, flags)
 
     def share(self, block: Block) -> Block:
         """The same block for one more user."""
