@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class CompiledSteps:
     """The steps of one direction on one device; one call at a time. See `Steps`."""
 
-    def __init__(self, device: Any, operation: str, streams: Sequence[int], library: ctypes.CDLL):
+    def __init__(self, device: Any, operation: str, library: ctypes.CDLL):
         self._device = device
         self._run, verbs = device.native(library)
         self._event = device.new_event()
@@ -72,7 +72,6 @@ class CompiledSteps:
         )
         self._call = CallWords()
         self._lane_address, self._call_address = ctypes.addressof(self._lane), ctypes.addressof(self._call)
-        self._zero_copy_place = 0, streams[0]
 
     def run(self, request: Request) -> Outcome | None:
         """Set a call going; see `Steps.run`. The device need not be current."""
@@ -168,4 +167,4 @@ def steps_of(device: Any, operation: str, streams: Sequence[int], library: ctype
     """Compiled where there is a library, else in Python."""
     if library is None:
         return Steps(device, operation, streams)
-    return CompiledSteps(device, operation, streams, library)
+    return CompiledSteps(device, operation, library)
