@@ -1,7 +1,7 @@
 """Up to how many bytes a call is faster when kernels reach host memory themselves than through staging and copy engines.
 
 That depends on the GPU, the link and the host, so it is measured: once for a machine, when its backend is loaded, and kept in
-the cache folder. `LMCACHE_FAST_ZERO_COPY_BYTES` overrides it. Which way a call takes then is `pipeline.py`.
+the cache folder. `LMCACHE_FAST_ZERO_COPY_BYTES` overrides it. Which way a call takes then is `steps.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lmcache_ref.memory import MemoryFormat
 from lmcache_ref.plan import TransferPlan
 
 from ..environment import cache_folder
+from . import native
 from .compile import SOURCES, source_text
 
 OPERATIONS = ("gather", "scatter")
@@ -30,7 +31,7 @@ SIZES = tuple(1 << power for power in range(16, 26))  # bytes of a call: 64 KiB 
 ROW_BYTES, BLOCK_SIZE, NUM_LAYERS = 1024, 16, 4
 REPEATS = 15
 NOISE = 1.1  # a loss by less may be chance
-VERSION = 2  # of what is measured and how
+VERSION = 3  # of what is measured and how
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +122,11 @@ def _seconds(engine: Any, operation: str, plan: TransferPlan, *limits: int) -> A
 
 
 def _file(index: int) -> Path:
-    """Changes with the device, the driver, the kernels and what is measured."""
+    """Changes with the device, the driver, the kernels, the steps of a call and what is measured."""
     from cupy.cuda import runtime
 
     properties = torch.cuda.get_device_properties(index)
     facts = [VERSION, SIZES, properties.name, properties.multi_processor_count, runtime.driverGetVersion()]
-    facts += [torch.version.cuda, os.cpu_count(), *map(source_text, SOURCES)]
+    facts += [torch.version.cuda, os.cpu_count(), *map(source_text, (*SOURCES, "steps.cpp"))]
+    facts.append(native.load()[0] is not None)
     return cache_folder() / f"calibration-{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.json"
