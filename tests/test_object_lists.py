@@ -114,6 +114,15 @@ def test_a_list_that_differs_goes_the_long_way(how):
     assert kind.plan(changed(world, how), world.cache, 1, world.fmt) is None
 
 
+def test_what_the_first_objects_become_later_does_not_count():
+    world = World([3, 3])
+    kind = world.kind()
+    for layer in (0, 1):
+        for obj in world.layers[layer]:
+            obj.metadata.shapes[0] = torch.Size([2, 2, D])
+    assert kind.plan(world.layers[1], world.cache, 1, world.fmt) is None
+
+
 def test_the_format_counts_only_where_it_is_given():
     world = World([3, 2])
     kind = world.kind()

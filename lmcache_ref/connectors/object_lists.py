@@ -53,7 +53,7 @@ class SameKind:
     def __init__(self, objects: Sequence[MemoryObj], plan: TransferPlan):
         """plan: of the tensors of `objects`, one after the other, for one layer."""
         metadata = [obj.metadata for obj in objects]
-        self._shapes, self._dtypes = [m.shapes for m in metadata], [m.dtypes for m in metadata]
+        self._shapes, self._dtypes = [[*m.shapes] for m in metadata], [[*m.dtypes] for m in metadata]
         self._plan, self._words = plan, plan.span_words
         self._offsets = [obj.offsets_bytes[0] for obj in objects]
 
