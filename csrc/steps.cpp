@@ -380,6 +380,9 @@ extern "C" {
 // The verbs of the device whose context is current; `threads` a block. nullptr without a driver. Never freed.
 const void* lmcache_fast_driver_verbs(i64 threads) { return driver_verbs(threads); }
 
+// How many words a Lane and a Call have, for who describes them elsewhere.
+void lmcache_fast_steps_words(i64* words) { words[0] = sizeof(Lane) / sizeof(i64), words[1] = sizeof(Call) / sizeof(i64); }
+
 // One call. Returns kDone, kNothing, kBadSlot or kNarrow (then nothing was queued), or below 0 what a verb returned.
 i64 lmcache_fast_steps(const void* lane, void* call) { return Steps(*(const Lane*)lane, *(Call*)call).run(); }
 

@@ -321,6 +321,12 @@ def test_copies_across_two_allocations_are_made_part_by_part(in_rows, operation,
     assert whole[0] not in [said[0] for said in lanes.device.trace if said[0] != "copy"]
 
 
+def test_the_structs_are_as_long_as_those_of_the_source():
+    words = (ctypes.c_int64 * 2)()
+    library().lmcache_fast_steps_words(words)
+    assert list(words) == [ctypes.sizeof(struct) // 8 for struct in (native.LaneWords, native.CallWords)]
+
+
 @pytest.fixture
 def load_again():
     native.load.cache_clear()
