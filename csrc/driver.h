@@ -1,6 +1,7 @@
 // What: the verbs of steps.cpp as calls of the CUDA driver, found at run time: no header and no library of CUDA is needed to
 //   compile. Contexts, streams, events and functions are the driver's handles.
-// Mapping: none. Bytes moved: what each verb is asked for.
+// Mapping: none. Why it is fast: a verb is one call through a pointer; the context is looked at once a call of steps.cpp.
+// Bytes moved: what each verb is asked for.
 #pragma once
 #include <dlfcn.h>
 
