@@ -147,6 +147,8 @@ def flatten(kv_caches: Any) -> tuple[list[torch.Tensor], tuple[int, ...]]:
         )
     if not kv_caches:
         raise LayoutError("kv_caches is an empty list")
+    if {*map(type, kv_caches)} == {torch.Tensor}:  # as mostly; each call of a connector asks
+        return list(kv_caches), (len(kv_caches),)
     parts = [flatten(item) for item in kv_caches]
     if len({lengths for _, lengths in parts}) != 1:
         raise LayoutError(f"kv_caches is a ragged nesting: list lengths {[lengths for _, lengths in parts]}")

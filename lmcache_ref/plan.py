@@ -282,8 +282,8 @@ def check_slot_values(
         kept = slot if least >= 0 else slot[slot >= 0]
         order = torch.arange(len(kept), dtype=torch.int32)
         last = torch.empty(limit, dtype=torch.int32)
-        last[kept] = order  # of tokens with one slot, one is left; the others do not find themselves
-        if not torch.equal(last[kept], order):
+        last.scatter_(0, kept, order)  # of tokens with one slot, one is left; the others do not find themselves
+        if not torch.equal(last.index_select(0, kept), order):
             _refuse_duplicates(slot, _tokens(runs))
 
 

@@ -7,6 +7,7 @@ the backend's.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -79,7 +80,7 @@ class ConnectorBase(GPUConnectorInterface):
             return known[2]
         leaves, nesting = flatten(kvcaches)
         where = (nesting, [leaf.data_ptr() for leaf in leaves])  # the same tensor may have been given other memory
-        if known is None or where != known[0] or not all(a is b for a, b in zip(leaves, known[1], strict=True)):
+        if known is None or where != known[0] or not all(map(operator.is_, leaves, known[1])):
             known = self._known = (where, leaves, self.read_engine(kvcaches))
         return known[2]
 
