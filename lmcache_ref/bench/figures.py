@@ -20,7 +20,7 @@ from .settings import Job, Setting
 
 COPY, ALONE = PlainCopies.name, "alone"
 NAMES = {"gather": "store", "scatter": "load"}
-MATMUL_ROUNDS = 3
+MATMUL_ROUNDS = 5
 
 Move = tuple[str, str]  # operation, and which job of the setting
 
