@@ -5,6 +5,7 @@ Which launch and which copy comes when is `steps.py`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -73,6 +74,8 @@ class Lane:
                 raise
             except BaseException:  # there will be no handle, and what was begun still uses the caller's memory
                 self._wait_for_streams()
+                with contextlib.suppress(Exception):  # where the device is broken, nobody will read a flag
+                    self._blocks.reset(request.block)
                 self._blocks.give_back(request.block)
                 raise
             if outcome is None:
@@ -128,8 +131,8 @@ class Lane:
         return transfer
 
     def _wait_for_streams(self) -> None:
-        """Make the host wait for all that this lane was given, errors aside."""
-        for stream in self._streams:
+        """Make the host wait for all that this lane's streams and the current one were given, errors aside."""
+        for stream in (*self._streams, self._device.current()):
             try:
                 self._device.synchronize(self._device.record(stream))
             except Exception as error:  # the device is broken; what broke it is already on its way to the caller

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_scenarios import SCENARIOS
-from pipeline_worlds import BS, CHUNK_BYTES, FILL, NB, SLOTS, World, same
+from pipeline_worlds import BS, CHUNK_BYTES, FILL, NB, OTHERS, SLOTS, World, same
 from simulated import VERBS, Race, SimulatedDevice
 
-from lmcache_fast.cuda import holdings, pipeline, steps
+from lmcache_fast.cuda import holdings, native, pipeline, steps
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
 
@@ -109,6 +109,43 @@ def test_slots_of_the_host_are_checked_before_anything_moves():
     for move in (world.store, world.load):
         move(world.plan(0, bad, skip=4)).synchronize()  # nobody uses it
     assert device.launches.count("scatter_16") == 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_a_bad_slot_in_a_call_that_fails_is_not_the_next_call_s(direction, compiled):
+    """The kernel has found it when a later launch of the call fails; the next call, in the same block, is a good one."""
+    device = SimulatedDevice(0, library=native.load()[0] if compiled else None)
+    world = World(device)
+    bad = SLOTS.clone()
+    bad[0] = NB * BS
+    for slots in (bad, SLOTS):
+        device.device_tensors.add(slots.data_ptr())
+        device.register(slots)
+    device.launches_left = 2
+    with pytest.raises(RuntimeError, match="this launch fails"):
+        getattr(world, direction)(world.plan(0, bad))
+    device.launches_left = None
+    getattr(world, direction)(world.plan(1)).synchronize()
+    lane = world.engine.lanes["gather" if direction == "store" else "scatter"]
+    assert len(lane._blocks._free) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_launch_that_fails_on_the_current_stream(compiled, monkeypatch):
+    """What it had brought to the device has arrived when the next call writes to the same block."""
+    monkeypatch.setattr(steps, "SLOTS_THAT_TRAVEL", 0)
+    device = SimulatedDevice(0, library=native.load()[0] if compiled else None)
+    world = World(device)
+    device.device_tensors |= {chunk.data_ptr() for pool in world.pools for chunk in pool}
+    expected = world.gathered(world.plan(1, OTHERS), 1)
+    device.held, device.launches_left = True, 0
+    with pytest.raises(RuntimeError, match="this launch fails"):
+        world.store(world.plan(0))
+    device.launches_left = None
+    world.store(world.plan(1, OTHERS)).synchronize()
+    same(device.host_reads(world.pools[1]), expected, "the next call's pool")
+    assert len(world.engine.lanes["gather"]._blocks._free) == 1
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
