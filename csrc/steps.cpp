@@ -230,14 +230,13 @@ private:
     }
 
     i64 fetch_flag(u64 stream) { return verbs_.copy(verbs_.device, call_.pinned, call_.near, sizeof(i64), stream); }
+    static int logarithm(i64 width) { return __builtin_ctzll((u64)width); }
 
     void point(const std::vector<Chunk>* rows, u64 table, i64 num_chunks, i64 num_tiles) {
         Batch& batch = scratch().launch.batch;
         batch.move.num_chunks = num_chunks, batch.move.num_tiles = num_tiles, batch.move.chunks = (const Chunk*)table;
         if (rows) std::copy(rows->begin(), rows->end(), batch.chunks);
     }
-
-    static int logarithm(i64 width) { return __builtin_ctzll((u64)width); }
 
     i64 launch(u64 stream, i64 most_blocks) {
         Batch& batch = scratch().launch.batch;
@@ -280,8 +279,6 @@ private:
 
     // ------------------------------------------------------------------------------------------ through the ring
 
-    const Place& next_place() { return call_.places[call_.turn++ % kPlaces]; }
-
     i64 staged() {
         static const std::vector<Chunk> none;
         const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
@@ -309,7 +306,7 @@ private:
 
     // The segment goes its way, on the stream of the next place.
     i64 take(const Segment& segment) {
-        const Place& place = next_place();
+        const Place& place = call_.places[call_.turn++ % kPlaces];
         i64 failed = 0;
         if (num_segments_++ && std::find(streams_, streams_ + call_.num_streams, place.stream) == streams_ + call_.num_streams) {
             failed = verbs_.wait(verbs_.device, place.stream, call_.ready);
