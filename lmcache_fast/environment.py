@@ -4,9 +4,9 @@ validated, lmcache_ref reads. Nothing here is cached: a change counts at once.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from lmcache_ref.environment import variable
 from lmcache_ref.errors import BackendError
 
 CACHE_FOLDER = "LMCACHE_FAST_CACHE"
@@ -17,10 +17,10 @@ DEFAULT_STAGING_BYTES = 128 << 20
 
 def cache_folder() -> Path:
     """Where compiled code is kept: `LMCACHE_FAST_CACHE`, else `lmcache_fast` in the user's cache folder."""
-    given = os.environ.get(CACHE_FOLDER, "").strip()
+    given = variable(CACHE_FOLDER)
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache") / "lmcache_fast"
+    return Path(variable("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmcache_fast"
 
 
 def staging_bytes() -> int:
@@ -36,25 +36,12 @@ def zero_copy_bytes() -> int | None:
 
 
 def _bytes(name: str) -> int | None:
-    given = _text(name)
+    given = variable(name)
     if not given:
         return None
     if not given.isdecimal():
         raise BackendError(f"{name}={given!r}; allowed: a number of bytes")
     return int(given)
-
-
-def _text(name: str) -> str:
-    """A variable's value without spaces around it, empty when it is not set."""
-    if _AS_BYTES is None:
-        return os.environ.get(name, "").strip()
-    value = _AS_BYTES.get(name.encode())
-    return "" if value is None else os.fsdecode(value).strip()
-
-
-# What os.environ keeps and decodes anew at every look. Two looks are part of every call of the backend `cuda`, and this takes
-# a quarter of the time.
-_AS_BYTES: dict[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
 
 
 def source_folder() -> Path:

@@ -12,7 +12,6 @@ import contextvars
 import functools
 import importlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .environment import variable
 from .errors import ArgumentError, BackendError
 
 AUTO = "auto"
@@ -122,7 +122,7 @@ def unregister_backend(name: str) -> None:
 
 def requested_backend() -> str:
     """The name asked for: `use_backend`, else `LMCACHE_BACKEND`, else `auto`."""
-    return _chosen.get() or os.environ.get(ENVIRONMENT, "").strip() or AUTO
+    return _chosen.get() or variable(ENVIRONMENT) or AUTO
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ only where the slots are on the host or `LMCACHE_VALIDATE=1`.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from .bits import same_bytes
 from .discovery import Planes, check_strides
+from .environment import variable
 from .errors import (
     ArgumentError,
     ChunkError,
@@ -302,7 +302,7 @@ def _refuse_duplicates(slot: torch.Tensor, token: torch.Tensor) -> None:
 
 def validating() -> bool:
     """Whether `LMCACHE_VALIDATE=1` asks for every optional check."""
-    return os.environ.get("LMCACHE_VALIDATE", "").strip() not in ("", "0")
+    return variable("LMCACHE_VALIDATE") not in ("", "0")
 
 
 def _length(group: tuple[str, ...], sizes: dict[str, int]) -> int | None:
