@@ -32,7 +32,7 @@ def let_go(objects: Sequence[MemoryObj]) -> None:
     for allocator, own in _by_allocator(objects):
         with allocator.lock:
             metadata = [obj.metadata for obj in own]
-            if len({*map(id, own)}) == len(own) and min([m.ref_count for m in metadata]) > 1:  # nobody's last
+            if len(set(own)) == len(own) and min([m.ref_count for m in metadata]) > 1:  # nobody's last
                 for m in metadata:
                     m.ref_count -= 1
             else:
