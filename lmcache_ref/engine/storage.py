@@ -49,8 +49,8 @@ class Storage:
             chunk = self.host.get(key)
             if chunk is None:
                 chunk = self.disk.get(key)
-                if chunk is not None:
-                    self.host.put(key, chunk)
+                if chunk is not None:  # a store may have been faster; what is pinned must be what others find
+                    chunk = self.host.keep(key, chunk)
             return chunk
 
     def publish(self, key: CacheKey, chunk: Chunk) -> None:

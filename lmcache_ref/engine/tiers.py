@@ -68,6 +68,15 @@ class HostTier(Tier):
             self._chunks[key] = chunk.hold()
             return True
 
+    def keep(self, key: CacheKey, chunk: Chunk) -> Chunk:
+        """Keep the chunk, unless there is one already; the one that is here, with the caller's reference, which the other one
+        loses."""
+        with self._lock:
+            if self.put(key, chunk):
+                return chunk
+            chunk.release()
+            return self._chunks[key].hold()
+
     def remove(self, key: CacheKey) -> None:
         with self._lock:
             chunk = self._chunks.pop(key, None)

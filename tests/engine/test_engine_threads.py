@@ -69,6 +69,40 @@ def test_one_chunk_on_the_disk_is_read_once(tmp_path, monkeypatch):
     w.engine.close()
 
 
+def test_a_chunk_stored_again_while_it_is_read_from_the_disk_is_pinned_as_it_is_found(tmp_path, monkeypatch):
+    """Its file is given up meanwhile, so that the store does not know of it."""
+    w = World(folder=tmp_path, host_chunks=4)
+    tokens, memory = REQUESTS[0][:CHUNK], Memory(w.kind)
+    slots = w.slots(tokens)
+    memory.write(tokens, slots)
+    w.engine.store(tokens, **w.kwargs(slots, memory))
+    w.restart()
+    disk = w.engine.storage.disk
+    real = disk.get
+
+    def get(key):
+        read = real(key)
+        disk.remove(key)
+        assert w.engine.store(tokens, **w.kwargs(slots, memory)) == CHUNK
+        return read
+
+    monkeypatch.setattr(disk, "get", get)
+    assert w.engine.lookup(tokens, "request") == CHUNK
+    monkeypatch.setattr(disk, "get", real)
+    w.engine.storage.flush()
+    for other in REQUESTS[1:]:
+        w.store(other)  # whatever is not pinned makes room
+    for span in w.engine.names.spans(tokens, None):
+        disk.remove(span.key)
+    memory.blank()
+    loaded = w.engine.retrieve(tokens, **w.kwargs(slots, memory))
+    assert loaded.all(), "promised, so loaded"
+    memory.check(tokens, slots, loaded)
+    w.engine.release("request")
+    w.check_books()
+    w.engine.close()
+
+
 def test_concurrent_stores_of_one_request_keep_each_chunk_once(tmp_path):
     w = World(folder=tmp_path)
     tokens = REQUESTS[1]
