@@ -17,7 +17,7 @@ import torch
 
 from lmcache_ref.discovery import Planes
 from lmcache_ref.kv_cache import PagedKVCache
-from lmcache_ref.plan import TransferPlan
+from lmcache_ref.plan import WORDS_PER_SPAN, TransferPlan
 
 WIDEST_VECTOR_BYTES = 16
 WORDS_PER_PLANE = 4
@@ -188,13 +188,12 @@ def granule_bytes(parts: Iterable[Part]) -> int:
 def moved_parts(plan: TransferPlan) -> Iterator[Part]:
     """Of each chunk with a token after the skipped prefix: address of that token's row, strides in bytes (kv, layer,
     token), the token, and how many there are from it on."""
-    skip = plan.skip_prefix_n_tokens
-    for span in plan.spans:
-        first_token = span.start if span.start > skip else skip
-        if first_token < span.end:
-            strides = span.stride_bytes
-            address = span.tensor.data_ptr() + (first_token - span.start) * strides[2]
-            yield address, strides, first_token, span.end - first_token
+    words, skip = plan.span_words, plan.skip_prefix_n_tokens
+    for i in range(0, len(words), WORDS_PER_SPAN):
+        address, kv, layer, token, start, end = words[i : i + WORDS_PER_SPAN]
+        first_token = start if start > skip else skip
+        if first_token < end:
+            yield address + (first_token - start) * token, (kv, layer, token), first_token, end - first_token
 
 
 def vector_bytes(planes: PlaneTable, chunks: ChunkTable) -> int:

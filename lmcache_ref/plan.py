@@ -8,7 +8,7 @@ only where the slots are on the host or `LMCACHE_VALIDATE=1`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,16 +259,7 @@ def check_slot_values(
 
     Used are the tokens of `spans`, `[start, end)` each, from token `skip` on. Makes the host wait for slots on a device.
     """
-    if not spans:
-        return
-    limit = cache.num_slots
-    runs: list[list[int]] = []  # of used tokens
-    for start, end in spans:
-        start = max(start, skip)
-        if runs and runs[-1][1] == start < end:
-            runs[-1][1] = end
-        elif start < end:
-            runs.append([start, end])
+    limit, runs = cache.num_slots, used_runs(spans, skip)
     if not runs:
         return
     values = slots.cpu()
@@ -285,6 +276,18 @@ def check_slot_values(
         last.scatter_(0, kept, order)  # of tokens with one slot, one is left; the others do not find themselves
         if not torch.equal(last.index_select(0, kept), order):
             _refuse_duplicates(slot, _tokens(runs))
+
+
+def used_runs(spans: Iterable[tuple[int, int]], skip: int = 0) -> list[list[int]]:
+    """The tokens of `spans` from token `skip` on as `[start, end]`, those that follow each other as one."""
+    runs: list[list[int]] = []
+    for start, end in spans:
+        start = max(start, skip)
+        if runs and runs[-1][1] == start < end:
+            runs[-1][1] = end
+        elif start < end:
+            runs.append([start, end])
+    return runs
 
 
 def _tokens(runs: Sequence[Sequence[int]]) -> torch.Tensor:

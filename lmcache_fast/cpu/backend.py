@@ -122,7 +122,7 @@ def _require_host(what: str, device: torch.device) -> None:
 
 def _with_host_chunks(plan: TransferPlan) -> TransferPlan:
     """The plan itself, or with copies in host memory of the chunks that are elsewhere."""
-    if all(span.tensor.is_cpu for span in plan.spans):
+    if plan.on_host:
         return plan
     spans = (span if span.tensor.is_cpu else ChunkSpan(span.chunk.cpu(), span.start, span.end) for span in plan.spans)
     return replace(plan, spans=tuple(spans))

@@ -18,8 +18,8 @@ from lmcache_ref.errors import BackendError
 from ..environment import source_folder
 
 SOURCES = ("transfer.cu", "keep.cu", "rotate.cu")
-# No contraction of a*b+c: the bits of a rotation are each operation rounded by itself.
 NUM_REGISTERS = 4  # CU_FUNC_ATTRIBUTE_NUM_REGS
+# No contraction of a*b+c: the bits of a rotation are each operation rounded by itself.
 OPTIONS = ("--std=c++17", "-fmad=false")
 
 

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 FIRST_BLOCK_BYTES = 64 << 10
-FLAG_WORDS = (
-    2  # of a block: the first bad token, and the first that cannot be rotated, which the checks of a plan rule out
-)
+FLAG_WORDS = 2  # of a block: the first bad token; the first that cannot be rotated, which the checks of a plan rule out
 NO_BAD_TOKEN = -1  # all ones, unsigned
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lmcache_ref.errors import StrideError
-from lmcache_ref.plan import TransferPlan, check_slots
+from lmcache_ref.plan import TransferPlan, check_slots, used_runs
 
 from ..descriptors import (
     CHUNKS_IN_BATCH,
@@ -130,7 +130,7 @@ class Steps:
         if request.slots_on_device:
             return Known(reports=not request.checked, may_skip=True)
         may_skip = False
-        for first, end in runs_of_tokens(parts):
+        for first, end in used_runs((part[2], part[2] + part[3]) for part in parts):
             least, most = map(int, torch.aminmax(request.slots[first:end]))
             if most >= request.plan.cache.num_slots:
                 check_slots(request.plan, duplicates=False)  # says which
@@ -316,17 +316,6 @@ def too_narrow(request: Request, width: int) -> StrideError:
     return StrideError(
         f"rotation: keys of {request.plan.cache.dtype} at addresses that are multiples of {width} byte only"
     )
-
-
-def runs_of_tokens(parts: Sequence[Part]) -> list[list[int]]:
-    """The tokens of parts as `[first, end]`, those that follow each other as one."""
-    runs: list[list[int]] = []
-    for _, _, first, num_tokens in parts:
-        if runs and runs[-1][1] == first:
-            runs[-1][1] += num_tokens
-        else:
-            runs.append([first, first + num_tokens])
-    return runs
 
 
 def _num_bytes(request: Request, parts: Sequence[Part]) -> int:
