@@ -134,29 +134,36 @@ public:
     Cutter(const Move& move, const Limits& limits, Segment* segment, Packing* packing, Take take)
         : move_(move), limits_(limits), segment_(*segment), packing_(*packing), take_(take) {}
 
-    // `first_bytes`: where it can be cut between planes, the first segment is no larger. Returns 0, or what `take` returned.
-    i64 cut(const std::vector<Part>& parts, i64 whole, i64 first_bytes) {
+    // `first_bytes`, `last_bytes`: where chunks are small enough or can be cut between planes, the first or the last segment is
+    // no larger; 0: it may be as large as the others. Returns 0, or what `take` returned.
+    i64 cut(const std::vector<Part>& parts, i64 whole, i64 first_bytes, i64 last_bytes) {
         const i64 planes = move_.num_planes, token_bytes = planes * row_bytes();
-        i64 most = std::min(first_bytes, whole), failed = 0;
+        i64 most = first_bytes ? std::min(first_bytes, whole) : whole, left = 0, failed = 0;  // left: bytes from this part on
+        for (const Part& part : parts) left += part.num_tokens * token_bytes;
         const Part* packed = nullptr;  // most chunks of a call are alike
         segment_.begin(0, planes);
         for (const Part& part : parts) {
             if (!packed || part.num_tokens != packed->num_tokens || !std::equal(part.strides, part.strides + 3, packed->strides))
                 pack(part);
             packed = &part;
+            const bool ends = left <= last_bytes;  // the last segment begins here
+            if (ends) last_bytes = 0;
+            const bool at_end = last_bytes > 0 && left == part.num_tokens * token_bytes;  // or within this part
+            left -= part.num_tokens * token_bytes;
+            const i64 edge = at_end ? std::min(last_bytes, whole) : most;
+            const bool cuts_planes = packing_.num_bytes > edge && 0 < packing_.plane_bytes && packing_.plane_bytes <= edge;
             const bool full = segment_.end + packing_.num_bytes > most || segment_.parts.size() == kChunksInBatch;
-            if (full && !segment_.parts.empty()) {
+            if (!segment_.parts.empty() && (full || ends || cuts_planes)) {
                 if ((failed = take_(segment_))) return failed;
                 segment_.begin(0, planes);
                 most = whole;
             }
-            const bool has_planes = 0 < packing_.plane_bytes && packing_.plane_bytes <= most;
-            if (packing_.num_bytes <= most || (packing_.num_bytes <= whole && !has_planes)) {
+            if (!cuts_planes && packing_.num_bytes <= whole) {
                 add(part);
                 continue;
             }
-            if (has_planes) {
-                failed = between_planes(part, most / packing_.plane_bytes, whole / packing_.plane_bytes);
+            if (cuts_planes) {
+                failed = between_planes(part, edge / packing_.plane_bytes, whole / packing_.plane_bytes, at_end);
             } else {
                 failed = between_tokens(part, whole / token_bytes);
                 packed = nullptr;
@@ -182,11 +189,12 @@ private:
                               packing_.home_pitch, packing_.packed_pitch, limits_.longest_pitch_bytes);
     }
 
-    // The first segment of at most `first` planes, the others even and of at most `most`.
-    i64 between_planes(const Part& part, i64 first, i64 most) {
-        const i64 planes = move_.num_planes, step = even(planes - (first < most ? first : 0), most);
+    // Segments of at most `most` planes, even but for the first or the last one, of `edge` where that is less.
+    i64 between_planes(const Part& part, i64 edge, i64 most, bool at_end) {
+        const i64 planes = move_.num_planes, small = edge < most ? edge : 0, step = even(planes - small, most);
+        const i64 evens_begin = at_end ? 0 : small, evens_end = evens_begin + planes - small;
         for (i64 plane = 0, count; plane < planes; plane += count) {
-            count = plane == 0 && first < most ? first : std::min(step, planes - plane);
+            count = plane < evens_begin || plane >= evens_end ? small : std::min(step, evens_end - plane);
             const i64 before = plane * packing_.plane_bytes;
             segment_.begin(plane, count);
             segment_.add_part(part, packing_, -before, move_.tile_tokens);  // where plane 0 would be

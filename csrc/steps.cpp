@@ -144,6 +144,7 @@ private:
 
     i64 segment_bytes() const {
         const Limits& limits = lane_.limits;
+        if (!call_.idle) return call_.place_bytes;
         return std::min(call_.place_bytes, std::max(limits.least_segment_bytes, ceil_div(num_bytes(), limits.segments_per_call)));
     }
 
@@ -288,9 +289,10 @@ private:
         streams_[call_.num_streams++] = first_stream;
         auto taken = [this](const Segment& segment) { return take(segment); };
         Cutter<decltype(taken)> cutter(*call_.move, lane_.limits, &scratch().segment, &scratch().packing, taken);
-        if (!failed) failed = cutter.cut(parts(), segment_bytes(), call_.idle ? lane_.limits.least_segment_bytes : segment_bytes());
+        const i64 small = call_.idle ? lane_.limits.least_segment_bytes : 0;
+        if (!failed) failed = cutter.cut(parts(), segment_bytes(), lane_.stores ? small : 0, lane_.stores ? 0 : small);
         if (failed) return failed;
-        call_.pageable = !verbs_.mapped(verbs_.device, parts().front().address);
+        call_.pageable = call_.idle && !verbs_.mapped(verbs_.device, parts().front().address);
         call_.reports = reports_;
         if (!reports_) {
             for (int i = 0; i < call_.num_streams && !failed; ++i)

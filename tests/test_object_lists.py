@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_ref.connectors.object_lists import SameKind, hold, let_go
+from lmcache_ref.connectors.object_lists import Held, SameKind
 from lmcache_ref.errors import DoubleFreeError, UseAfterFreeError
 from lmcache_ref.kv_cache import PagedKVCache
 from lmcache_ref.memory import HostMemoryAllocator, MemoryFormat, MemoryObj
@@ -137,34 +137,50 @@ def test_references_are_taken_and_given_back():
     world = World([3, 2])
     first, second = world.layers[0]
     other = World([1]).layers[0][0]
-    hold([first, second, other, first])
+    held = Held([first, second, other, first])
     assert counts([first, second, other]) == [3, 2, 2]
-    let_go([first, second, other, first])
-    assert counts([first, second, other]) == [1, 1, 1]
-    hold([])
-    let_go([])
+    for _ in range(2):  # the second time there is nothing to give back
+        held.let_go()
+        assert counts([first, second, other]) == [1, 1, 1]
+    Held([]).let_go()
+
+
+def test_the_objects_that_were_held_are_let_go():
+    world = World([3, 2])
+    first, second = world.layers[0]
+    objects = [first]
+    held = Held(objects)
+    objects[0] = second  # the caller's list is the caller's
+    held.let_go()
+    assert counts([first, second]) == [1, 1]
 
 
 def test_the_last_reference_returns_the_memory():
     world = World([3, 2])
     objects, used = world.layers[0], world.allocator.used_bytes
-    hold(objects)
-    hold([*objects, objects[0]])
+    once, twice = Held(objects), Held([*objects, objects[0]])
     for obj in objects:
         obj.ref_count_down()
-    let_go([*objects, objects[0]])
+    twice.let_go()
     assert world.allocator.used_bytes == used
-    let_go(objects)
+    once.let_go()
     assert world.allocator.used_bytes < used and not any(obj.is_valid() for obj in objects)
+
+
+def test_a_reference_that_somebody_else_gave_back_is_missed():
+    objects = World([3, 2]).layers[0]
+    held = Held(objects)
+    for obj in [*objects, *objects]:
+        obj.ref_count_down()
     with pytest.raises(DoubleFreeError):
-        let_go(objects)
+        held.let_go()
 
 
 def test_an_object_that_is_only_pinned_can_be_held():
     first, second = World([3, 2]).layers[0]
     second.pin()
     second.ref_count_down()
-    hold([first, second])
+    Held([first, second])
     assert counts([first, second]) == [2, 1]
 
 
@@ -172,6 +188,7 @@ def test_nothing_is_held_when_one_is_gone():
     world = World([3, 2])
     first, second = world.layers[0]
     second.ref_count_down()
+    others = [World([1]).layers[0][0] for _ in range(3)]  # allocators come in any order
     with pytest.raises(UseAfterFreeError):
-        hold([first, second])
-    assert counts([first]) == [1]
+        Held([*others[:2], first, second, others[2]])
+    assert counts([first, *others]) == [1, 1, 1, 1]

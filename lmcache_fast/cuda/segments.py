@@ -5,7 +5,7 @@ Whole numbers only: addresses, strides, bytes. No stream, no device and no layou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ..descriptors import CHUNKS_IN_BATCH, Part
 
 ALIGN_BYTES = 256  # of a piece in its segment
 LEAST_SEGMENT_BYTES = 4 << 20
-SEGMENTS_PER_CALL = 2  # at least, behind the first, where that leaves LEAST_SEGMENT_BYTES each: the two stages overlap
+SEGMENTS_PER_CALL = 2  # at least, beside a small one, where that leaves LEAST_SEGMENT_BYTES each: two stages overlap
 LONGEST_PITCH_BYTES = (1 << 31) - 1  # of a copy in rows
 
 
@@ -132,27 +132,32 @@ def packing(
     return Packing((strides[0], strides[1], strides[2]), packed, aligned, plane_bytes, not runs, copies)
 
 
-def segment_bytes(place_bytes: int, call_bytes: int) -> int:
-    """How much to move at a stretch: small enough to overlap within a call, large enough to keep the link full."""
-    return min(place_bytes, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL)))
+def segment_bytes(place_bytes: int, call_bytes: int, idle: bool) -> int:
+    """How much to move at a stretch: small enough that stages overlap within a call, large enough to keep the link full.
+    idle: no other call is under way, whose stages they could overlap with."""
+    return min(place_bytes, max(LEAST_SEGMENT_BYTES, -(-call_bytes // SEGMENTS_PER_CALL))) if idle else place_bytes
 
 
 def cut(
-    parts: Iterable[Part],
+    parts: Sequence[Part],
     two: int,
     num_layers: int,
     row_bytes: int,
     segment_bytes: int,
     tile_tokens: int,
-    first_bytes: int | None = None,
+    first_bytes: int = 0,
+    last_bytes: int = 0,
 ) -> Iterator[Segment]:
     """Segments of at most `segment_bytes`, as they are asked for. A chunk stays whole where it fits; else it is cut evenly,
     between planes where these are runs of memory, or between tokens; one token in all planes always fits.
 
-    first_bytes: where it can be cut between planes, the first segment is no larger.
+    first_bytes, last_bytes: where chunks are small enough, or can be cut between planes, the first or the last segment is no
+    larger; 0: it may be as large as the others.
     """
     num_planes = two * num_layers
-    most = segment_bytes if first_bytes is None else min(first_bytes, segment_bytes)
+    token_bytes = num_planes * row_bytes
+    left = token_bytes * sum([part[3] for part in parts])  # from this part on
+    most = min(first_bytes or segment_bytes, segment_bytes)
     segment = Segment(0, num_planes)
     known_strides, known_tokens = None, 0
     for part in parts:
@@ -160,18 +165,26 @@ def cut(
         if num_tokens != known_tokens or strides != known_strides:  # most chunks of a call are alike
             known_strides, known_tokens = strides, num_tokens
             packed = packing(two, num_layers, num_tokens, row_bytes, *strides)
+        ends = left <= last_bytes  # the last segment begins here
+        last_bytes = 0 if ends else last_bytes
+        at_end = last_bytes > 0 and left == num_tokens * token_bytes  # or within this part, where that can be
+        left -= num_tokens * token_bytes
+        edge_bytes = min(last_bytes, segment_bytes) if at_end else most
+        cuts_planes = packed.num_bytes > edge_bytes and 0 < packed.plane_bytes <= edge_bytes
         full = segment.end + packed.num_bytes > most or len(segment.parts) == CHUNKS_IN_BATCH
-        if full and segment.parts:
+        if segment.parts and (full or ends or cuts_planes):
             yield segment
             segment, most = Segment(0, num_planes), segment_bytes
-        if packed.num_bytes > most and 0 < packed.plane_bytes <= most:
-            counts = _even_counts(num_planes, most // packed.plane_bytes, segment_bytes // packed.plane_bytes)
+        if cuts_planes:
+            counts = _even_counts(
+                num_planes, edge_bytes // packed.plane_bytes, segment_bytes // packed.plane_bytes, at_end
+            )
             yield from _between_planes(part, packed, counts, tile_tokens)
             most = segment_bytes
         elif packed.num_bytes <= segment_bytes:
             segment.add(part, packed, tile_tokens)
         else:
-            for piece in _between_tokens(part, segment_bytes // (num_planes * row_bytes)):
+            for piece in _between_tokens(part, segment_bytes // token_bytes):
                 segment.add(piece, packing(two, num_layers, piece[3], row_bytes, *piece[1]), tile_tokens)
                 yield segment
                 segment, most = Segment(0, num_planes), segment_bytes
@@ -201,12 +214,13 @@ def _between_tokens(part: Part, most_tokens: int) -> Iterator[Part]:
         yield address + row * strides[2], strides, first_token + row, min(step, num_tokens - row)
 
 
-def _even_counts(total: int, first: int, most: int) -> list[int]:
-    """The sizes of parts of at most `most`, even but for the first one where it has to be smaller."""
-    counts = [first] if first < most else []
-    left = total - sum(counts)
-    step = _even(left, most)
-    return counts + [min(step, left - done) for done in range(0, left, step)]
+def _even_counts(total: int, edge: int, most: int, at_end: bool) -> list[int]:
+    """The sizes of parts of at most `most`, even but for the first or the last one where `edge` is smaller."""
+    small = [edge] if edge < most else []
+    rest = total - sum(small)
+    step = _even(rest, most)
+    evens = [min(step, rest - done) for done in range(0, rest, step)]
+    return evens + small if at_end else small + evens
 
 
 def _even(total: int, most: int) -> int:

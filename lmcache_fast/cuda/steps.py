@@ -245,19 +245,20 @@ class Steps:
     # ------------------------------------------------------------------------------------------ through the ring
 
     def _staged(self, request: Request, ring: Ring, known: Known, parts: Sequence[Part]) -> Outcome:
-        """Segment after segment through the ring, each on the stream of its place. Where the link is idle the first one is
-        small, so that it is soon in use."""
+        """Segment after segment through the ring, each on the stream of its place. Where no other call is under way, a store's
+        first one is small, so that the link is soon in use, and a load's last one, so that little is left to do behind it."""
         device, cache, move = self._device, request.plan.cache, request.move
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes)
-        most = segment_bytes(ring.place_bytes, _num_bytes(request, parts))
+        most = segment_bytes(ring.place_bytes, _num_bytes(request, parts), request.idle)
         keeps = known.may_skip and self._stores
         place = ring.next()
         self._describe(request, width, [], keeps, place.stream)
         ready = device.record(place.stream)
         streams: dict[int, None] = {place.stream: None}
         row_bytes, num_layers = request.planes.token_bytes, len(request.plan.planes)
-        first_bytes = LEAST_SEGMENT_BYTES if request.idle else most
-        segments = cut(parts, cache.kv_size, num_layers, row_bytes, most, move.tile_tokens, first_bytes)
+        small = LEAST_SEGMENT_BYTES if request.idle else 0
+        edges = (small, 0) if self._stores else (0, small)
+        segments = cut(parts, cache.kv_size, num_layers, row_bytes, most, move.tile_tokens, *edges)
         for number, segment in enumerate(segments):
             if number:
                 place = ring.next()
@@ -277,7 +278,7 @@ class Steps:
             self._launch(request, width, place.stream, STAGED_BLOCKS)
             if self._stores:
                 self._copy(segment, place, to_home=True)
-        pageable = device.mapped(parts[0][0]) is None
+        pageable = request.idle and device.mapped(parts[0][0]) is None  # a copy of such memory leaves the link idle
         brought = ready if self._move.ids else None
         if not known.reports:
             return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, brought)

@@ -201,17 +201,16 @@ def host(scene: Scene) -> Iterator[Reading]:
 
 
 def one_chunk(scene: Scene) -> Iterator[Reading]:
-    """One chunk from call to arrival: microseconds over what a plain copy of as many bytes takes, timed in turn."""
+    """One chunk from call to arrival: microseconds over what a plain copy of as many bytes takes, timed in turn and waited
+    for in the same way."""
     clock = scene.clock
     for operation, name in NAMES.items():
         job = scene.job(f"{name}_one")
-        chunk, near = job.chunks[0], torch.zeros_like(job.chunks[0], device=clock.device)
-        target, source = (chunk, near) if operation == "gather" else (near, chunk)
-        copy = functools.partial(target.copy_, source, non_blocking=True)
 
         def run(mover: Mover, operation: str = operation, job: Job = job) -> None:
             mover.move(operation, job).synchronize()
 
+        copy = functools.partial(run, PlainCopies(clock, job))
         moves, repeats = [(operation, f"{name}_one")], 4 * scene.repeats
         seconds = scene.time(scene.movers, moves, run, clock.whole, repeats, {COPY: copy})
         copied = seconds.pop(COPY)

@@ -64,14 +64,17 @@ class PlainCopies(Mover):
             near = self._buffer[: flat.numel()]
             target, source = (flat, near) if operation == "gather" else (near, flat)
             target.copy_(source, non_blocking=True)
-        return Arrival(self._clock.record())
+        return EventTransfer(self._clock)
 
 
-class Arrival(Transfer):
-    """Done when an event has happened."""
+class EventTransfer(Transfer):
+    """Over when all that the current stream was given until now is done."""
 
-    def __init__(self, event: Any):
-        self._event = event
+    def __init__(self, clock: HostClock):
+        self._clock, self._event = clock, clock.record()
+
+    def wait(self) -> None:
+        self._clock.wait(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()

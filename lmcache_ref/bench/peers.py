@@ -19,7 +19,7 @@ import torch
 from ..errors import ArgumentError
 from ..transfer import Transfer
 from .measure import HostClock
-from .movers import Mover
+from .movers import EventTransfer, Mover
 from .settings import Job, Setting
 
 PEER = "peer"
@@ -174,22 +174,6 @@ class CompiledPeer(PeerMover):
                 head_size=cache.head_size,
                 skip_prefix_n_tokens=0,
             )
-
-
-class EventTransfer(Transfer):
-    """Over when all that the current stream was given until now is done."""
-
-    def __init__(self, clock: HostClock):
-        self._clock, self._event = clock, clock.record()
-
-    def wait(self) -> None:
-        self._clock.wait(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
 
 
 def _plain(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

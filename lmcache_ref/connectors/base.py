@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from ..transfer import Transfer
 from .buffers import DeviceBuffers
 from .checks import positive_int
 from .interface import GPUConnectorInterface
-from .object_lists import hold, let_go
+from .object_lists import Held
 
 F = TypeVar("F", bound=Callable[..., Any])
 Self = TypeVar("Self", bound="PagedConnector")
@@ -57,7 +58,7 @@ class ConnectorBase(GPUConnectorInterface):
     def __init__(self) -> None:
         self.buffers = DeviceBuffers()
         self._known: tuple[Any, list[torch.Tensor], Any] | None = None  # nesting and addresses, tensors, what was read
-        self._in_flight: list[tuple[Transfer, list[MemoryObj]]] = []
+        self._in_flight: dict[str, deque[tuple[Transfer, Held]]] = {"gather": deque(), "scatter": deque()}
         self._lock = threading.Lock()  # one thread may store while another loads
 
     # ------------------------------------------------------------------------------------------ the engine's side
@@ -117,7 +118,7 @@ class ConnectorBase(GPUConnectorInterface):
         until their copies are done.
         """
         backend = backend or get_backend(device=plan.cache.device)
-        hold(objects)
+        held = Held(objects)
         handle: Transfer | None = None
         try:
             if self.use_gpu and staged and not backend.stages and plan.num_tokens:
@@ -126,8 +127,8 @@ class ConnectorBase(GPUConnectorInterface):
                 handle = getattr(backend, operation)(plan)
         finally:
             with self._lock:
-                self._in_flight.append((handle or Transfer(), list(objects)))
-            self.reap()
+                self._in_flight[operation].append((handle or Transfer(), held))
+            self.reap(thorough=False)
         return handle
 
     def run_all(
@@ -142,7 +143,8 @@ class ConnectorBase(GPUConnectorInterface):
             self.settle(transfers, how)
 
     def settle(self, transfers: Iterable[Transfer], how: str) -> None:
-        """`wait` for or `synchronize` every transfer, then release the objects whose copies are done.
+        """`wait` for or `synchronize` every transfer, then release the objects whose copies are done, in the first case those
+        that can be found at once.
 
         One that fails does not spare the others; the first error is raised at the end.
         """
@@ -152,17 +154,25 @@ class ConnectorBase(GPUConnectorInterface):
                 getattr(transfer, how)()
             except Exception as error:
                 failed = failed or error
-        self.reap()
+        self.reap(thorough=how == "synchronize")
         if failed is not None:
             raise failed
 
-    def reap(self) -> None:
-        """Release the objects whose copies are done."""
+    def reap(self, thorough: bool = True) -> None:
+        """Release the objects whose copies are done. thorough: else only those of transfers that have no unfinished one of
+        their direction before them; to ask for all takes as long as many are under way."""
+        done = []
         with self._lock:
-            done = [entry for entry in self._in_flight if entry[0].done()]
-            self._in_flight = [entry for entry in self._in_flight if entry not in done]
-        for _, objects in done:
-            let_go(objects)
+            for transfers in self._in_flight.values():
+                for _ in range(len(transfers)):
+                    if transfers[0][0].done():
+                        done.append(transfers.popleft()[1])
+                    elif thorough:
+                        transfers.rotate(-1)
+                    else:
+                        break
+        for held in done:
+            held.let_go()
 
     def _run_staged(self, move: Callable[..., Any], operation: str, plan: TransferPlan, tokens: int | None) -> Any:
         """Copy between objects and one device buffer, move between buffer and cache; part by part."""

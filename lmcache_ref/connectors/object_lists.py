@@ -8,43 +8,64 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from ..errors import UseAfterFreeError
 from ..kv_cache import PagedKVCache
-from ..memory import MemoryAllocator, MemoryFormat, MemoryObj
+from ..memory import MemoryAllocator, MemoryFormat, MemoryObj, MemoryObjMetadata
 from ..plan import WORDS_PER_SPAN, ChunkSpan, LazySpans, TransferPlan
 
 
-def hold(objects: Sequence[MemoryObj]) -> None:
-    """Take one more reference to each. UseAfterFreeError when the memory of one is gone; then no allocator's are taken that
-    has such a one."""
-    for allocator, own in _by_allocator(objects):
-        with allocator.lock:
-            metadata = [obj.metadata for obj in own]
-            if allocator.pool is None or min([m.ref_count for m in metadata]) <= 0:
-                for obj in own:  # it may still be pinned
+class Held:
+    """One more reference to each of some objects; one that comes twice has two. UseAfterFreeError when the memory of one is
+    gone; then none is taken."""
+
+    __slots__ = ("_groups",)
+
+    def __init__(self, objects: Sequence[MemoryObj]):
+        allocators = {obj.parent() for obj in objects}
+        self._groups: list[_Group] = []
+        for allocator in allocators:
+            own = objects if len(allocators) == 1 else [obj for obj in objects if obj.parent() is allocator]
+            group = _Group(allocator, tuple(own), [obj.metadata for obj in own])
+            try:
+                group.hold()
+            except UseAfterFreeError:
+                self.let_go()
+                raise
+            self._groups.append(group)
+
+    def let_go(self) -> None:
+        """Give the references back, once; the last one of an object returns its memory."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.let_go()
+
+
+class _Group(NamedTuple):
+    """Objects of one allocator."""
+
+    allocator: MemoryAllocator
+    objects: Sequence[MemoryObj]
+    metadata: Sequence[MemoryObjMetadata]
+
+    def hold(self) -> None:
+        with self.allocator.lock:
+            if self.allocator.pool is None or min([m.ref_count for m in self.metadata]) <= 0:
+                for obj in self.objects:  # it may still be pinned
                     obj.require_valid()
-            for m in metadata:
+            for m in self.metadata:
                 m.ref_count += 1
 
-
-def let_go(objects: Sequence[MemoryObj]) -> None:
-    """Give one reference to each back; the last one of an object returns its memory."""
-    for allocator, own in _by_allocator(objects):
-        with allocator.lock:
-            metadata = [obj.metadata for obj in own]
-            if len(set(own)) == len(own) and min([m.ref_count for m in metadata]) > 1:  # nobody's last
-                for m in metadata:
+    def let_go(self) -> None:
+        with self.allocator.lock:
+            distinct = len(set(self.objects)) == len(self.objects)
+            if distinct and min([m.ref_count for m in self.metadata]) > 1:  # nobody's last
+                for m in self.metadata:
                     m.ref_count -= 1
             else:
-                for obj in own:
+                for obj in self.objects:
                     obj.ref_count_down()
-
-
-def _by_allocator(objects: Sequence[MemoryObj]) -> list[tuple[MemoryAllocator, Sequence[MemoryObj]]]:
-    allocators = {obj.parent() for obj in objects}
-    if len(allocators) == 1:
-        return [(allocators.pop(), objects)]
-    return [(allocator, [obj for obj in objects if obj.parent() is allocator]) for allocator in allocators]
 
 
 class SameKind:

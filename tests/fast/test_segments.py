@@ -39,10 +39,11 @@ NUM_LAYERS = 3
     apart=st.integers(0, 3),
     segment_rows=st.integers(6, 150),
     tile_tokens=st.integers(1, 4),
-    first_rows=st.none() | st.integers(1, 160),
+    first_rows=st.integers(0, 160),
+    last_rows=st.integers(0, 160),
 )
 def test_each_row_is_copied_once_to_where_the_table_says(
-    order, gaps, lengths, apart, segment_rows, tile_tokens, first_rows
+    order, gaps, lengths, apart, segment_rows, tile_tokens, first_rows, last_rows
 ):
     """Chunks of any axis order, with and without gaps between rows, planes and chunks; segments of any size."""
     parts, address, token = [], 1000, 0
@@ -57,8 +58,8 @@ def test_each_row_is_copied_once_to_where_the_table_says(
         token += length
     segment_bytes = segment_rows * ROW
     seen = set()
-    first_bytes = first_rows and first_rows * ROW
-    for segment in cut(parts, 2, NUM_LAYERS, ROW, segment_bytes, tile_tokens, first_bytes):
+    edges = first_rows * ROW, last_rows * ROW
+    for segment in cut(parts, 2, NUM_LAYERS, ROW, segment_bytes, tile_tokens, *edges):
         expected = rows_of(segment)
         copied = {}
         for copy in segment.copies:
@@ -97,6 +98,15 @@ def test_segments_hold_whole_chunks_or_even_parts():
     assert planes == [(0, 2), (2, 2), (4, 1)]
     planes = [s.num_planes for s in cut([*layers, (9000, (0, 160, 16), 10, 10)], 1, 5, 16, 800, 4, first_bytes=330)]
     assert planes == [2, 3, 5]
+    planes = [s.num_planes for s in cut([(9000, (0, 160, 16), 0, 10), *layers], 1, 5, 16, 800, 4, last_bytes=330)]
+    assert planes == [5, 3, 2]
+    planes = [s.num_planes for s in cut([(9000, (0, 160, 16), 0, 10), *layers], 1, 5, 16, 330, 4, last_bytes=170)]
+    assert planes == [2, 2, 1, 2, 2, 1]
+    few = [(1000 * i, (0, 0, 16), i, 1) for i in range(5)]
+    assert [len(segment.parts) for segment in cut(few, 1, 1, 16, MiB, 4, last_bytes=33)] == [3, 2]
+    assert [len(segment.parts) for segment in cut(few, 1, 1, 16, MiB, 4, first_bytes=512)] == [2, 3]
+    assert [len(segment.parts) for segment in cut(few, 1, 1, 16, MiB, 4, last_bytes=80)] == [5]
+    assert [len(segment.parts) for segment in cut(few[:1], 1, 1, 16, MiB, 4, last_bytes=15)] == [1]
     small = [(64 * i, (0, 0, 16), i, 1) for i in range(2 * CHUNKS_IN_BATCH + 1)]
     assert [len(segment.parts) for segment in cut(small, 1, 1, 16, MiB, 4)] == [CHUNKS_IN_BATCH, CHUNKS_IN_BATCH, 1]
 
@@ -116,8 +126,9 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
 
 
 def test_segment_sizes():
-    """Half of the call, so that its stages overlap; no less than 4 MiB and no more than a place."""
-    assert segment_bytes(32 * MiB, 1 << 30) == 32 * MiB
-    assert segment_bytes(32 * MiB, 40 * MiB) == 20 * MiB
-    assert segment_bytes(32 * MiB, MiB) == 4 * MiB
-    assert segment_bytes(512, MiB) == 512
+    """Half of the call, so that its stages overlap; no less than 4 MiB, no more than a place; a place beside other calls."""
+    assert segment_bytes(32 * MiB, 1 << 30, idle=True) == 32 * MiB
+    assert segment_bytes(32 * MiB, 40 * MiB, idle=True) == 20 * MiB
+    assert segment_bytes(32 * MiB, MiB, idle=True) == 4 * MiB
+    assert segment_bytes(512, MiB, idle=True) == 512
+    assert segment_bytes(32 * MiB, 40 * MiB, idle=False) == 32 * MiB
