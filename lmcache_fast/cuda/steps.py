@@ -245,8 +245,11 @@ class Steps:
     # ------------------------------------------------------------------------------------------ through the ring
 
     def _staged(self, request: Request, ring: Ring, known: Known, parts: Sequence[Part]) -> Outcome:
-        """Segment after segment through the ring, each on the stream of its place. Where no other call is under way, a store's
-        first one is small, so that the link is soon in use, and a load's last one, so that little is left to do behind it."""
+        """Segment after segment through the ring, each on the stream of its place.
+
+        Where no other call is under way, a store's first one is small, so that the link is soon in use, and a load's last
+        one, so that little is left to do behind it.
+        """
         device, cache, move = self._device, request.plan.cache, request.move
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes)
         most = segment_bytes(ring.place_bytes, _num_bytes(request, parts), request.idle)
