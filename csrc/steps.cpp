@@ -47,7 +47,7 @@ struct Call {
     i64 num_spans, skip_prefix;
     i64 granule_bytes;          // of the planes
     const i64* slots;
-    i64 num_slots, slots_on_device, checked;
+    i64 num_slots, slots_on_device, checked, in_use;
     u64 pinned, near;           // the block of descriptors
     i64 words_before;           // in it, flags included
     u64 current;                // stream
@@ -126,6 +126,7 @@ private:
     }
 
     bool look_at_slots() {
+        if (call_.in_use) return true;
         if (call_.slots_on_device) {
             may_skip_ = true, reports_ = !call_.checked;
             return true;

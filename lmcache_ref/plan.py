@@ -106,6 +106,7 @@ class TransferPlan:
     Tokens below `skip_prefix_n_tokens` (counted from the start of the request) and tokens of negative slot stay.
     rotation: for a scatter: keys (kv 0) that move are re-rotated on the way, by `rope.rerotate`'s arithmetic; chunks
     keep theirs. Given only to a backend that `rotates`.
+    slots_fixed: nobody writes to `slots` any more: who has seen this tensor in another plan need not look at it again.
     """
 
     cache: PagedKVCache
@@ -114,6 +115,7 @@ class TransferPlan:
     slots: torch.Tensor
     skip_prefix_n_tokens: int = 0
     rotation: Rerotation | None = None
+    slots_fixed: bool = False
 
     @classmethod
     def build(

@@ -15,9 +15,21 @@ REQUESTS = ([(1, 3), (4, 6)], [(8, 11), (12, 14)])
 
 
 class Open:
-    """A store or load under way, over objects of its own. `step()` advances it; `ended` after the last yield."""
+    """A store or load under way, over objects of its own. `step()` advances it; `ended` after the last yield.
 
-    def __init__(self, bench: Bench, kind: str, spans: Spans, *, first: int = 30000, slots: Any = SLOTS, **more: Any):
+    mapping: the tensor of `slots` that is handed over."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        kind: str,
+        spans: Spans,
+        *,
+        first: int = 30000,
+        slots: Any = SLOTS,
+        mapping: torch.Tensor | None = None,
+        **more: Any,
+    ):
         self.bench, self.kind, self.spans = bench, kind, spans
         self.slots = slots
         self.objects = bench.allocate(spans)
@@ -29,7 +41,7 @@ class Open:
                     obj.tensor.view(piece.dtype).copy_(piece)
                     obj.metadata.fmt, obj.metadata.cached_positions = bench.fmt, torch.arange(start, end)
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
-        kwargs = bench.kwargs(torch.tensor(slots), **more)
+        kwargs = bench.kwargs(torch.tensor(slots) if mapping is None else mapping, **more)
         connector = bench.connector
         self.generator = (
             connector.batched_to_gpu(starts, ends, **kwargs)

@@ -73,6 +73,32 @@ def test_without_chunks_there_is_nothing_to_send(name, NL):
         next(opened.generator)
 
 
+@every_way
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mapping_that_is_filled_anew_between_two_layers(name, how, kind):
+    """What a generator found at its first `next` is what it moves by."""
+    bench = make(name, how)
+    cache = bench.cache_values()
+    bench.put_engine(cache)
+    with late(bench, how) as backend:
+        slots = torch.tensor(SLOTS)
+        opened = Open(bench, kind, REQUESTS[0], mapping=slots)
+        for obj in itertools.chain(*opened.objects if kind == "store" else []):
+            obj.raw_tensor.zero_()
+        opened.run(1)
+        slots.copy_(slots.flip(0))
+        opened.finish()
+        backend.run_stream()
+    if kind == "load":
+        assert_same(bench.engine[0], bench.engine_holding(opened.expected(cache))[0], "the engine")
+    else:
+        blank = bench.request_values(len(SLOTS)).fill_(0)
+        stored = bench.stored(cache, blank, REQUESTS[0], SLOTS)
+        for row, pieces in zip(opened.objects, bench.pieces(stored, REQUESTS[0]), strict=True):
+            for obj, piece in zip(row, pieces, strict=True):
+                assert_same(obj.tensor.view(piece.dtype), piece, "an object")
+
+
 # Every way out
 
 

@@ -185,7 +185,7 @@ def test_random_walks(name, how):
 
 def test_a_walk_sees_a_reference_that_is_kept(monkeypatch):
     """The test of this test: a connector that never gives its references back."""
-    monkeypatch.setattr("lmcache_ref.connectors.base.ConnectorBase.reap", lambda self: None)
+    monkeypatch.setattr("lmcache_ref.connectors.base.ConnectorBase.reap", lambda self, thorough=True: None)
     with pytest.raises(AssertionError, match="a reference is left"):
         run_state_machine_as_test(
             Generators, settings=settings(max_examples=25, database=None, print_blob=False, phases=[Phase.generate])

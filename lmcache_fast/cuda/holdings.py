@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from lmcache_ref.errors import SlotRangeError
 from lmcache_ref.transfer import Transfer
 
@@ -78,12 +80,19 @@ class Blocks:
 
 
 class KeptSlots(NamedTuple):
-    """Slots of the host that an earlier call has brought to the device; in `block`, behind the flags. ready: when they are
-    there. A connector that moves layer by layer has the same ones in every call."""
+    """Slots of the host that an earlier call has brought to the device; in `block`, behind the flags. A connector that moves
+    layer by layer has the same ones in every call.
+
+    ready: when they are there. fixed: the tensor they came from, if nobody writes to it any more; least and most of it, -1 if
+    nobody has looked.
+    """
 
     block: Block
     num_slots: int
     ready: Any
+    fixed: torch.Tensor | None
+    least: int
+    most: int
 
 
 class Resident:

@@ -44,11 +44,11 @@ LaneWords = struct_of_words(
 )
 CallWords = struct_of_words(
     "CallWords",
-    "move spans num_spans skip_prefix granule_bytes slots num_slots slots_on_device checked pinned near words_before current "
-    "place_0 stream_0 place_1 stream_1 place_bytes turn zero_copy_bytes rotated_kernel rotation key_bytes kept idle ready "
-    "end_0 end_1 num_ends reports pageable width num_streams slots_address",
+    "move spans num_spans skip_prefix granule_bytes slots num_slots slots_on_device checked in_use pinned near words_before "
+    "current place_0 stream_0 place_1 stream_1 place_bytes turn zero_copy_bytes rotated_kernel rotation key_bytes kept idle "
+    "ready end_0 end_1 num_ends reports pageable width num_streams slots_address",
 )
-_GIVEN = struct.Struct("28q")  # of CallWords: those that a call is given; the others come back
+_GIVEN = struct.Struct("29q")  # of CallWords: those that a call is given; the others come back
 _NO_PLACES = (0, 0, 0, 0)
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class CompiledSteps:
             slots.numel(),
             request.slots_on_device,
             request.checked,
+            request.in_use,
             request.block.pinned.address,
             request.block.device.address,
             request.words_before,

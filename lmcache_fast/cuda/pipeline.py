@@ -125,7 +125,7 @@ class Lane:
         ):
             if self._kept is not None:
                 self._blocks.give_back(self._kept.block)
-            self._kept = KeptSlots(self._blocks.share(request.block), request.slots.numel(), outcome.ready)
+            self._kept = self._keep_slots(request, outcome.ready)
         transfer = CudaTransfer(self._device, self._blocks, request, outcome, counted)
         self._under_way.append(transfer)
         return transfer
@@ -167,6 +167,7 @@ class Lane:
             slots,
             on_device,
             checked,
+            kept is not None and kept.least >= 0 and kept.most < plan.cache.num_slots,
             ring,
             zero_copy,
             block,
@@ -181,8 +182,15 @@ class Lane:
         kept = self._kept
         if kept is None or kept.num_slots != num_slots or len(plan.spans) > CHUNKS_IN_BATCH:
             return None
+        if kept.fixed is slots:
+            return kept
         address = kept.block.pinned.address + FLAG_WORDS * WORD_BYTES
         return kept if self._device.same(address, slots.data_ptr(), num_slots * WORD_BYTES) else None
+
+    def _keep_slots(self, request: Request, ready: Any) -> KeptSlots:
+        slots, fixed = request.slots, request.plan.slots_fixed
+        least, most = map(int, torch.aminmax(slots)) if fixed else (-1, -1)
+        return KeptSlots(self._blocks.share(request.block), len(slots), ready, slots if fixed else None, least, most)
 
     def _whole_move(self, plan: TransferPlan, planes: PlaneTable, first_layer: int) -> ctypes.Structure:
         """The batch of a plan but for what changes from call to call; kept with the table of planes."""

@@ -58,10 +58,11 @@ class Request(NamedTuple):
 
     planes: of the plan's layers and perhaps others; move: all of a batch that does not change from call to call, addresses
     of planes on the device included. slots: the plan's, int64, contiguous, on the host or on the cache's device. checked: the
-    host has looked at their values. ring: for chunks in host memory; None: all chunks are in the cache's device.
-    zero_copy_bytes: calls up to here reach host memory by kernels. words_before: in `block`, flags included; those behind
-    the flags are written (rotation). kept: an event; once it has happened, the slots are in the block on the device, and the
-    block must not be written to. idle: no other call of this direction is under way.
+    host has looked at their values. in_use: each of them is one of the cache's, none is negative. ring: for chunks in host
+    memory; None: all chunks are in the cache's device. zero_copy_bytes: calls up to here reach host memory by kernels.
+    words_before: in `block`, flags included; those behind the flags are written (rotation). kept: an event; once it has
+    happened, the slots are in the block on the device, and the block must not be written to. idle: no other call of this
+    direction is under way.
     """
 
     plan: TransferPlan
@@ -70,6 +71,7 @@ class Request(NamedTuple):
     slots: torch.Tensor
     slots_on_device: bool
     checked: bool
+    in_use: bool
     ring: Ring | None
     zero_copy_bytes: int
     block: Block
@@ -127,6 +129,8 @@ class Steps:
 
     def _look_at_slots(self, request: Request, parts: Sequence[Part]) -> Known:
         """Check what the host can see without waiting."""
+        if request.in_use:
+            return Known(reports=False, may_skip=False)
         if request.slots_on_device:
             return Known(reports=not request.checked, may_skip=True)
         may_skip = False

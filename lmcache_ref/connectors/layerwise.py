@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class LayerwiseCall:
     ) -> None:
         self.connector = connector
         self.cache: PagedKVCache = connector.kv_cache(kwargs)
-        self.slots = connector.slot_mapping(kwargs)
+        slots = connector.slot_mapping(kwargs)
+        self.slots = slots.clone() if slots.is_cpu else slots  # an engine may fill its mapping anew between two layers
         offset = connector.first_mapped_token(kwargs) if loading else 0
         check_spans(starts, ends, len(self.slots), offset)
         self.starts = [start - offset for start in starts]
@@ -65,6 +67,7 @@ class LayerwiseCall:
                 starts=self.starts,
                 skip_prefix_n_tokens=self.skip,
             )
+            plan = replace(plan, slots_fixed=self.slots.is_cpu)
         except (ArgumentError, ChunkError, DtypeError) as error:
             raise type(error)(f"layer {layer}: {error}") from None
         if self._kind is None and objects:

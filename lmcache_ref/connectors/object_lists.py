@@ -99,7 +99,9 @@ class SameKind:
         words[::WORDS_PER_SPAN] = array("q", addresses)
         old = self._plan
         spans = LazySpans(lambda: self._spans(objects), words, pool.is_cpu)
-        return TransferPlan(cache, (cache.planes[layer],), spans, old.slots, old.skip_prefix_n_tokens)
+        return TransferPlan(
+            cache, (cache.planes[layer],), spans, old.slots, old.skip_prefix_n_tokens, None, old.slots_fixed
+        )
 
     def _spans(self, objects: Sequence[MemoryObj]) -> list[ChunkSpan]:
         return [span.of_tensor(obj.get_tensor(0)) for span, obj in zip(self._plan.spans, objects, strict=True)]

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,6 +227,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "validate": draw(st.sampled_from(["0", "0", "1"])),
         "rotated": draw(st.booleans()),
         "again": draw(st.booleans()),
+        "fixed": draw(st.booleans()),
         "busy": draw(st.booleans()),
         "launches_left": draw(st.sampled_from([1 << 30] * 3 + [0, 1, 3])),
     }
@@ -286,7 +288,7 @@ lanes_of = functools.cache(Lanes)
 @pytest.mark.parametrize("operation", ["gather", "scatter"])
 def test_the_same_verbs(operation, on_host, call):
     lanes = lanes_of(operation)
-    plan = plan_of(call, lanes.device, operation)
+    plan = replace(plan_of(call, lanes.device, operation), slots_fixed=call["fixed"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STAGING_BYTES, str(call["staging"]))
         patch.setenv(ZERO_COPY_BYTES, str(call["zero_copy"]))

@@ -7,6 +7,7 @@ Each wait and each record of the pipeline is left out once, and that must be not
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from simulated import VERBS, Race, SimulatedDevice
 from lmcache_fast.cuda import holdings, native, pipeline, steps
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
 from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
+from lmcache_ref.kv_cache import PagedKVCache
+from lmcache_ref.memory import MemoryFormat
+from lmcache_ref.plan import TransferPlan
 
 
 @pytest.fixture(autouse=True)
@@ -109,6 +113,31 @@ def test_slots_of_the_host_are_checked_before_anything_moves():
     for move in (world.store, world.load):
         move(world.plan(0, bad, skip=4)).synchronize()  # nobody uses it
     assert device.launches.count("scatter_16") == 3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slots_that_nobody_writes_to_are_looked_at_once(compiled, monkeypatch):
+    """By the tensor, not by what is in it; in a cache that has fewer slots, and where some are negative, they are again."""
+    monkeypatch.setattr(steps, "SLOTS_THAT_TRAVEL", 0)
+    device = SimulatedDevice(0, library=native.load()[0] if compiled else None)
+    world, compared = World(device), []
+    monkeypatch.setattr(
+        device, "same", lambda *a: compared.append(a) or SimulatedDevice.same(device, *a), raising=False
+    )
+    some = SLOTS.clone()
+    some[::5] = -1
+    for slots in (SLOTS, some):
+        for pool in range(2):
+            plan = replace(world.plan(pool, slots), slots_fixed=True)
+            expected = world.gathered(plan, pool)
+            world.store(plan).synchronize()
+            same(device.host_reads(world.pools[pool]), expected, f"pool {pool}")
+    assert len(compared) == 1  # SLOTS with `some`
+    world.store(replace(world.plan(0, SLOTS), slots_fixed=True)).synchronize()
+    cache = PagedKVCache(tuple(tuple(plane[: NB // 2] for plane in layer) for layer in world.cache.planes))
+    smaller = TransferPlan.build(cache, SLOTS, list(world.pools[0]), fmt=MemoryFormat.KV_2LTD)
+    with pytest.raises(SlotRangeError, match=rf"the cache has NB\*BS = {NB // 2}\*{BS} = "):
+        world.store(replace(smaller, slots_fixed=True))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
