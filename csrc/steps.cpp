@@ -101,6 +101,7 @@ private:
     };
     static Scratch& scratch() { static thread_local Scratch memory; return memory; }
     static std::vector<Part>& parts() { return scratch().parts; }
+    inline static const std::vector<Chunk> none;  // no table of chunks
 
     const Lane& lane_;
     Call& call_;
@@ -144,9 +145,8 @@ private:
     i64 num_bytes() const { return num_tokens_ * call_.move->num_planes * row_bytes(); }
 
     i64 segment_bytes() const {
-        const Limits& limits = lane_.limits;
-        if (!call_.idle) return call_.place_bytes;
-        return std::min(call_.place_bytes, std::max(limits.least_segment_bytes, ceil_div(num_bytes(), limits.segments_per_call)));
+        const i64 share = ceil_div(num_bytes(), lane_.limits.segments_per_call);
+        return call_.idle ? std::min(call_.place_bytes, std::max(lane_.limits.least_segment_bytes, share)) : call_.place_bytes;
     }
 
     // Addresses that kernels have for the chunks; false if some are out of reach.
@@ -265,7 +265,6 @@ private:
     // ------------------------------------------------------------------------------------------ one launch
 
     i64 direct(u64 stream, i64 most_blocks) {
-        static const std::vector<Chunk> none;
         std::vector<Chunk>& rows = scratch().rows;
         i64 num_tiles;
         describe_rows(parts(), &rows, &num_tiles);
@@ -282,7 +281,6 @@ private:
     // ------------------------------------------------------------------------------------------ through the ring
 
     i64 staged() {
-        static const std::vector<Chunk> none;
         const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
         i64 failed = describe(widest(), none, lane_.stores && may_skip_, first_stream);
         if (failed) return failed;

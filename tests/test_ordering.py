@@ -7,6 +7,7 @@ Storing calls return final bytes, loads are seen by later work of the stream, ob
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ import torch
 from deferred import deferred
 from drive import CONNECTORS, LAYERWISE, Bench, Sizes
 from helpers import assert_same
+from lmcache_ref.backends import get_backend
 from lmcache_ref.connectors.layerwise import LayerwiseCall
+from lmcache_ref.plan import TransferPlan
 from lmcache_ref.rope import RotarySpec, rotary_table
+from lmcache_ref.transfer import Transfer
 from steps import REQUESTS, SLOTS, Open
 
 WHOLE = [name for name in CONNECTORS if name not in LAYERWISE]
@@ -267,3 +271,46 @@ def test_a_connector_that_does_not_wait_is_seen(monkeypatch, double):
             patch.setattr(LayerwiseCall, "settle", lambda self, how, keep=0: None)
             opened.run()
         opened.generator.close()
+
+
+def test_what_is_under_way_is_asked_in_its_order_and_all_of_it_behind_a_wait_of_the_host():
+    """A transfer that is done releases its objects at once where it is the oldest of its direction, and else when the host
+    has waited, or somebody asks for all. Nobody is asked twice a call."""
+
+    class Asked(Transfer):
+        finished, times = False, 0
+
+        def done(self) -> bool:
+            self.times += 1
+            return self.finished
+
+    bench = Bench("layerwise", sizes=Sizes(NH=3, HS=4))
+    connector, objects = bench.connector, [obj for row in bench.allocate(SPANS) for obj in row][:6]
+    transfers = [Asked() for _ in objects]
+    made = iter(transfers)
+    backend = replace(get_backend("reference"), gather=lambda _: next(made), scatter=lambda _: next(made))
+    cache = connector.kv_cache(bench.kwargs(torch.tensor(SLOTS)))
+    for obj, operation in zip(objects, ["gather"] * 3 + ["scatter"] * 3, strict=True):
+        plan = TransferPlan.build(cache, torch.tensor([1, 2]), [obj], fmt=bench.fmt, layers=0)
+        connector.run(operation, plan, [obj], backend=backend)
+
+    def held() -> list[int]:
+        return [number for number, obj in enumerate(objects) if obj.get_ref_count() == 2]
+
+    for transfer in transfers:
+        transfer.times = 0
+    for number in (1, 3, 4):
+        transfers[number].finished = True
+    connector.settle([transfers[1]], "wait")
+    assert held() == [0, 1, 2, 5]
+    assert [transfer.times for transfer in transfers] == [1, 0, 0, 1, 1, 1]
+    connector.settle([transfers[1]], "synchronize")
+    assert held() == [0, 2, 5]
+    transfers[2].finished = True
+    connector.reap(thorough=False)
+    assert held() == [0, 2, 5]
+    connector.reap()
+    assert held() == [0, 5]
+    transfers[0].finished = transfers[5].finished = True
+    connector.reap(thorough=False)
+    assert held() == []

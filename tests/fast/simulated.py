@@ -18,25 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from emulated import library
 from native_verbs import SpeaksToCompiledSteps
+from simulated_kernels import WORD, run_kernel
 from spans import Spans, merged, overlap, span_of
 
-from lmcache_fast.cpu.backend import TYPE_NUMBERS
-from lmcache_fast.cuda.device import TYPE_NAMES, Arguments, Memory
-from lmcache_fast.descriptors import (
-    CHUNKS_IN_BATCH,
-    SLOTS_IN_BATCH,
-    WORDS_PER_CHUNK,
-    WORDS_PER_PLANE,
-    Batch,
-    Homes,
-    Rotation,
-)
+from lmcache_fast.cuda.device import Arguments, Memory
+from lmcache_fast.descriptors import Homes, Rotation
 from lmcache_ref.rope import RotarySpec
 
-WORD = 8
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 VERBS = ("wait", "record")
 
 
@@ -170,8 +159,8 @@ class SimulatedDevice(SpeaksToCompiledSteps):
 
         def run() -> tuple[Spans, Spans]:
             for (begin, end), (to, _) in zip(reads, writes, strict=True):
-                self._require(begin, end)
-                self._require(to, to + width)
+                self.require(begin, end)
+                self.require(to, to + width)
                 ctypes.memmove(to, begin, end - begin)
             return reads, writes
 
@@ -187,7 +176,7 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         name = kernel.split("_")[0]
         assert list(map(type, more)) == ([Rotation] if "rotated" in kernel else [Homes] if name == "keep" else [])
         self.launches.append(kernel)
-        self._enqueue(stream, kernel, lambda: self._move(kernel, batch, *more))
+        self._enqueue(stream, kernel, lambda: run_kernel(self, kernel, batch, *more))
 
     def device_memory(self, num_bytes: int) -> Memory:
         return self.register(torch.full((num_bytes + 512,), 0xA5, dtype=torch.uint8), 512)
@@ -331,98 +320,19 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         if keep:
             self.history.append(touched)
 
-    def _require(self, begin: int, end: int) -> None:
+    # ------------------------------------------------------------------------------------------ what kernels ask
+
+    def require(self, begin: int, end: int) -> None:
+        """Race unless these bytes are somebody's memory."""
         if not any(low <= begin and end <= high for low, high, _ in self.regions):
             raise Race(f"[{begin:#x}, {end:#x}) is nobody's memory")
 
-    # ------------------------------------------------------------------------------------------ the kernels
-
-    def _words(self, address: int, count: int) -> list[int]:
-        self._require(address, address + count * WORD)
+    def words(self, address: int, count: int) -> list[int]:
+        """What stands in memory now."""
+        self.require(address, address + count * WORD)
         return list((ctypes.c_int64 * count).from_address(address))
 
-    def _move(self, kernel: str, batch: Batch, more: Homes | Rotation | None = None) -> tuple[Spans, Spans]:
-        """Which bytes a kernel of csrc will touch, row by row, said once more; then its own text is run, block by block."""
-        move, running = batch.move, self._running
-        name, homes = kernel.split("_")[0], more if isinstance(more, Homes) else None
-        rotation = more if isinstance(more, Rotation) else None
-        width = rotation.dim_stride_bytes if rotation else int(kernel.split("_")[1])
-        num_planes = move.num_layers * move.kv_size
-        tables = [(move.planes, move.planes + num_planes * WORDS_PER_PLANE * WORD)]
-        if move.chunks:
-            tables.append((move.chunks, move.chunks + move.num_chunks * WORDS_PER_CHUNK * WORD))
-        self._check(Touched(running.number, running.label, tables, []), running.before, keep=False)
-        planes = self._words(move.planes, num_planes * WORDS_PER_PLANE)
-        assert move.chunks or move.num_chunks <= CHUNKS_IN_BATCH
-        num_words = move.num_chunks * WORDS_PER_CHUNK
-        chunks = self._words(move.chunks, num_words) if move.chunks else batch.chunks[:num_words]
-        reads, writes = list(tables), []
-        for first_word in range(0, num_words, WORDS_PER_CHUNK):
-            chunk = chunks[first_word : first_word + WORDS_PER_CHUNK]
-            home = homes.chunks[first_word : first_word + WORDS_PER_CHUNK] if homes else chunk
-            first, num_tokens = chunk[4:6]
-            if move.ids:
-                ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
-                self._check(Touched(running.number, running.label, [ids], []), running.before, keep=False)
-                reads.append(ids)
-                slots = self._words(ids[0], num_tokens)
-            else:
-                assert name in ("gather", "scatter") and not rotation and first + num_tokens <= SLOTS_IN_BATCH
-                slots = batch.slots[first : first + num_tokens]
-            if rotation:
-                assert move.first_plane + move.num_planes <= move.num_layers, "values would be rotated"
-                reads += self._read_rotation(rotation, kernel, first, num_tokens)
-            for token, slot in enumerate(slots):
-                if slot >= move.num_ids and name != "keep":
-                    writes.append((move.bad_token, move.bad_token + WORD))
-                if (0 <= slot < move.num_ids) == (name == "keep"):
-                    continue
-                for number in range(move.first_plane, move.first_plane + move.num_planes):
-                    kv, layer = divmod(number, move.num_layers)
-                    at = [c[0] + kv * c[1] + layer * c[2] + token * c[3] for c in (chunk, home)]
-                    at[0] += move.base_address
-                    base = planes[(layer * move.kv_size + kv) * WORDS_PER_PLANE :][:WORDS_PER_PLANE]
-                    for piece in range(move.pieces_per_token):
-                        block, offset = divmod(slot, move.block_size)
-                        page = base[0] + block * base[1] + offset * base[2] + piece * base[3]
-                        rows = [a + piece * move.piece_bytes for a in at]
-                        ends = {"gather": (page, rows[0]), "scatter": (rows[0], page), "keep": (rows[1], rows[0])}
-                        source, target = ends[name]
-                        for address in (source, target):
-                            assert address % width == 0
-                            self._require(address, address + move.piece_bytes)
-                        reads.append((source, source + move.piece_bytes))
-                        writes.append((target, target + move.piece_bytes))
-        run_kernel(kernel, batch, more)
-        return reads, writes
-
-    def _read_rotation(self, rotation: Rotation, kernel: str, first: int, num_tokens: int) -> Spans:
-        """The positions of some tokens and their rows of the table."""
+    def may_read(self, spans: Spans) -> None:
+        """Race unless the operation that runs may read these bytes now."""
         running = self._running
-        row_bytes = 2 * rotation.num_pairs * TYPES[kernel.split("_")[3]].itemsize
-        reads = [
-            (positions + first * WORD, positions + (first + num_tokens) * WORD)
-            for positions in (rotation.old_positions, rotation.new_positions)
-        ]
-        self._check(Touched(running.number, running.label, reads, []), running.before, keep=False)
-        for begin, _ in list(reads):
-            for position in filter(range(rotation.max_position).__contains__, self._words(begin, num_tokens)):
-                row = rotation.table_address + position * rotation.table_row_stride_bytes
-                self._require(row, row + row_bytes)
-                reads.append((row, row + row_bytes))
-        return reads
-
-
-def run_kernel(kernel: str, batch: Batch, more: Homes | Rotation | None) -> None:
-    """gather, scatter or keep, with few threads."""
-    counts = (ctypes.c_int64 * 3)()
-    name, *words = kernel.split("_")
-    launch = 2, 32, ctypes.addressof(counts)
-    if name == "keep":
-        library().launch_keep(ctypes.byref(batch), ctypes.byref(more), int(words[0]).bit_length() - 1, *launch)
-    elif more is not None:
-        types = (TYPE_NUMBERS[TYPES[word]] for word in words[1:])
-        library().launch_scatter_rotated(ctypes.byref(batch), ctypes.byref(more), *types, *launch)
-    else:
-        library().launch_move(ctypes.byref(batch), int(name == "scatter"), int(words[0]).bit_length() - 1, *launch)
-    assert counts[0] == counts[2] == 0, "vectors that are not aligned, or barriers that not all threads reach"
+        self._check(Touched(running.number, running.label, spans, []), running.before, keep=False)
