@@ -4,6 +4,9 @@
 // a block reached and others did not.
 #pragma once
 
+// Some systems' compilers define it, and then longjmp refuses the stacks that the threads here have.
+#undef _FORTIFY_SOURCE
+
 #include <ucontext.h>
 
 #include <csetjmp>

@@ -36,8 +36,8 @@ NO_BAD_TOKEN = (1 << 64) - 1
 def library() -> ctypes.CDLL:
     csrc = source_folder()
     content = [HERE / "cuda_on_host.h", *sorted(csrc.glob("*.h")), *sorted(csrc.glob("*.cu"))]
-    include = ["-I", str(csrc), "-I", str(HERE)]
-    loaded = load_library("cuda_on_host", [HERE / "cuda_on_host.cpp"], content, include)
+    flags = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-I", str(csrc), "-I", str(HERE)]  # as some compilers have it
+    loaded = load_library("cuda_on_host", [HERE / "cuda_on_host.cpp"], content, flags)
     loaded.launch_move.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4, ctypes.c_void_p]
     loaded.launch_rotate.argtypes = [ctypes.c_void_p, *[ctypes.c_int] * 4]
     loaded.launch_keep.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3, ctypes.c_void_p]
