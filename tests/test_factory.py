@@ -245,6 +245,7 @@ def test_ranges_are_named_where_cuda_is(monkeypatch, way):
     bench.put_objects(objects, bench.request_values(2), [(0, 2)])
 
     closed = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", opened.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: closed.append(1))
     with use_backend("reference"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -22,6 +23,8 @@ from lmcache_ref.integration.vllm.lookup import (
     worker_address,
     worker_name,
 )
+
+over_sockets = pytest.mark.skipif(importlib.util.find_spec("zmq") is None, reason="pyzmq is not installed")
 
 
 class Cache:
@@ -76,7 +79,7 @@ def workers(monkeypatch):
 TOKENS = [5, 0, 2**40, -(2**61), 7]  # stand-ins for images are negative and large
 
 
-@pytest.mark.parametrize("transport", ["local", "zmq"])
+@pytest.mark.parametrize("transport", ["local", pytest.param("zmq", marks=over_sockets)])
 @pytest.mark.parametrize(("holds", "hit"), [([9], 5), ([3], 3), ([4, 2, 9], 2), ([4, 0, 9], 0)])
 def test_a_token_counts_when_every_worker_holds_it(workers, transport, holds, hit):
     caches = [Cache(number) for number in holds]
@@ -91,6 +94,7 @@ def test_a_token_counts_when_every_worker_holds_it(workers, transport, holds, hi
     asker.close()
 
 
+@over_sockets
 def test_auto_takes_the_cache_of_this_process_and_else_the_socket(workers):
     here, there = Cache(3), Cache(4)
     workers("e", [here], "local")
@@ -111,6 +115,7 @@ def test_engines_do_not_answer_for_each_other(workers):
     assert worker_address("e:0", 1) != worker_address("e:1", 0)
 
 
+@over_sockets
 def test_nobody_answers():
     """A worker that is not there: no hit, after the timeout, and no more than that."""
     asker = WorkersLookup("nobody", 1, transport="zmq", timeout_s=0.2)
@@ -120,6 +125,7 @@ def test_nobody_answers():
     asker.close()
 
 
+@over_sockets
 def test_a_late_answer_is_no_hit_and_its_pins_go_back():
     cache = Cache(4)
     server = LookupServer(worker_address("slow", 0), cache)
@@ -138,6 +144,7 @@ def test_a_late_answer_is_no_hit_and_its_pins_go_back():
     server.close()
 
 
+@over_sockets
 def test_a_worker_that_fails_answers_all_the_same(caplog):
     cache = Cache(-1)
     server = LookupServer(worker_address("e", 0), cache)
@@ -157,6 +164,7 @@ def serve(address, ready, stop):
     server.close()
 
 
+@over_sockets
 def test_another_process():
     context = multiprocessing.get_context("spawn")
     ready, stop = context.Event(), context.Event()
@@ -208,6 +216,7 @@ def test_a_temporary_folder_too_long_for_sockets(monkeypatch, own_temporary_fold
         worker_address("e", 0)
 
 
+@over_sockets
 def test_sockets_of_killed_processes_are_removed_and_no_others():
     server = LookupServer(worker_address("alive", 0), Cache(1))
     folder = Path(server.address.removeprefix("ipc://")).parent

@@ -18,7 +18,8 @@ from lmcache_ref.integration.vllm.request_tracker import StepWork
 CONFIG = LMCacheEngineConfig(chunk_size=8)
 
 
-def test_metadata_of_one_worker_of_four():
+def test_metadata_of_one_worker_of_four(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # where there is one at all
     config = vllm_config(block_size=16, rank=3, world_size=4)
     config.model_config.served_model_name = ["name", "alias"]
     found = model_facts.metadata(config, CONFIG, "worker")
