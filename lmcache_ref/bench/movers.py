@@ -12,7 +12,7 @@ from ..backends import Operations, get_backend, use_backend
 from ..connectors import VLLMPagedMemLayerwiseGPUConnector
 from ..transfer import Transfer
 from .measure import HostClock
-from .settings import Job, Setting, and_one_more
+from .settings import Job, Setting, and_more
 from .shapes import layout_hints
 
 
@@ -90,7 +90,7 @@ class LayerwiseMover:
         case = setting.case
         shape = case.shape
         self._setting, self._backend = setting, backend
-        self._turns = itertools.cycle((setting.slots, [and_one_more(slots) for slots in setting.slots]))
+        self._turns = itertools.cycle([and_more(slots, count) for slots in setting.slots] for count in (0, 5))
         self._connector = VLLMPagedMemLayerwiseGPUConnector(
             shape.NH * shape.HS,
             shape.NL,

@@ -54,8 +54,8 @@ class Job:
     """Chunks `[TWO, NL, T, D]` and the slots, int64 `[tokens]`, that they go to or come from.
 
     which: of the two sets of slots. near: the chunks are in the cache's memory, not across a link. plan: what is checked.
-    turns: that plan and, of several chunks, the same with one more slot, which nobody uses, in turn. Requests differ in their
-    slots, and a backend may know those of the call before.
+    turns: that plan or, of several chunks, two with some more slots, which nobody uses, in turn. Requests differ in their
+    slots, and a backend may know those of the call before, also of another job's.
     """
 
     cache: PagedKVCache
@@ -72,8 +72,9 @@ class Job:
     ) -> Job:
         """The job with its plan."""
         plan = _plan(cache, chunks, slots)
-        others = [_plan(cache, chunks, and_one_more(slots))] if len(chunks) > 1 else []
-        return cls(cache, chunks, slots, which, near, plan, itertools.cycle((plan, *others)))
+        more = () if len(chunks) == 1 else (1, 2) if near else (3, 4)
+        turns = [_plan(cache, chunks, and_more(slots, count)) for count in more] or [plan]
+        return cls(cache, chunks, slots, which, near, plan, itertools.cycle(turns))
 
     def planned(self) -> TransferPlan:
         """A new plan, of the one whose turn it is."""
@@ -192,9 +193,9 @@ class Setting:
         return obj
 
 
-def and_one_more(slots: torch.Tensor) -> torch.Tensor:
-    """A slot mapping that is one token longer."""
-    return torch.cat([slots, slots[:1]])
+def and_more(slots: torch.Tensor, count: int) -> torch.Tensor:
+    """A slot mapping that is some tokens longer."""
+    return torch.cat([slots, slots[:count]])
 
 
 def _plan(cache: PagedKVCache, chunks: Sequence[torch.Tensor], slots: torch.Tensor) -> TransferPlan:
