@@ -73,30 +73,29 @@ class SameKind:
 
     def __init__(self, objects: Sequence[MemoryObj], plan: TransferPlan):
         """plan: of the tensors of `objects`, one after the other, for one layer."""
-        metadata = [obj.metadata for obj in objects]
-        self._shapes, self._dtypes = [[*m.shapes] for m in metadata], [[*m.dtypes] for m in metadata]
+        self._kinds = [(list(obj.metadata.shapes), list(obj.metadata.dtypes), obj.offsets_bytes[0]) for obj in objects]
         self._plan, self._words = plan, plan.span_words
-        self._offsets = [obj.offsets_bytes[0] for obj in objects]
 
     def plan(
         self, objects: Sequence[MemoryObj], cache: PagedKVCache, layer: int, fmt: MemoryFormat | None
     ) -> TransferPlan | None:
         """The plan of another layer. None when the objects differ from the first ones in number, shape or dtype, or among
         themselves in their allocator, and when one is not valid, or not in format `fmt` where that is given."""
-        if set(map(type, objects)) != {MemoryObj}:
+        if len(objects) != len(self._kinds) or type(objects[0]) is not MemoryObj:
             return None
-        metadata = [obj.metadata for obj in objects]
-        if [m.shapes for m in metadata] != self._shapes or [m.dtypes for m in metadata] != self._dtypes:
+        allocator = objects[0].parent()
+        pool = allocator.pool
+        if pool is None:
             return None
-        if fmt is not None and [m.fmt for m in metadata].count(fmt) != len(metadata):
-            return None
-        allocators = {obj.parent() for obj in objects}
-        pool = allocators.pop().pool
-        if allocators or pool is None or min([m.ref_count for m in metadata]) <= 0:
-            return None
-        words, base = array("q", self._words), pool.data_ptr()
-        addresses = [base + m.address + offset for m, offset in zip(metadata, self._offsets, strict=True)]
-        words[::WORDS_PER_SPAN] = array("q", addresses)
+        words, base, at = array("q", self._words), pool.data_ptr(), 0
+        for obj, (shapes, dtypes, offset) in zip(objects, self._kinds, strict=True):  # one pass, as this is most of it
+            if type(obj) is not MemoryObj or obj.parent() is not allocator:
+                return None
+            m = obj.metadata
+            if m.shapes != shapes or m.dtypes != dtypes or m.ref_count <= 0 or (fmt is not None and m.fmt is not fmt):
+                return None
+            words[at] = base + m.address + offset
+            at += WORDS_PER_SPAN
         old = self._plan
         spans = LazySpans(lambda: self._spans(objects), words, pool.is_cpu)
         return TransferPlan(
