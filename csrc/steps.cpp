@@ -26,6 +26,7 @@ struct Lane {
     u64 kernels[kWidths];       // by the logarithm of the vector width
     u64 keep_kernels[kWidths];
     u64 event;                  // for waits inside a call
+    u64 bringing;               // stream
     i64 staged_blocks, zero_copy_blocks, most_blocks, resident_blocks, planes_per_unit, slots_in_batch;
     Limits limits;
 };
@@ -63,7 +64,7 @@ struct Call {
     u64 ready, ends[kPlaces];   // events
     // out:
     i64 num_ends, reports, pageable, width;
-    i64 num_streams;            // of a staged call
+    i64 brought;                // this call has brought its block to the device, which is there behind `ready`
     u64 slots_address;
 };
 
@@ -80,11 +81,9 @@ public:
         if (parts().empty()) return kNothing;
         if (!look_at_slots()) return kBadSlot;
         if (!call_.place_bytes) return direct(call_.current, lane_.most_blocks);
-        if (num_bytes() <= call_.zero_copy_bytes) {
-            if (all_mapped(parts(), &scratch().homes)) {
-                parts() = scratch().homes;
-                return direct(call_.places[0].stream, lane_.zero_copy_blocks);
-            }
+        if (num_bytes() <= call_.zero_copy_bytes && all_mapped(parts(), &scratch().homes)) {
+            parts() = scratch().homes;
+            return direct(call_.places[0].stream, lane_.zero_copy_blocks);
         }
         return staged();
     }
@@ -107,10 +106,10 @@ private:
     Call& call_;
     const Verbs& verbs_;
     i64 num_tokens_ = 0;
-    bool may_skip_ = false, reports_ = false;
-    // of a staged call
-    u64 streams_[kPlaces];  // call_.num_streams of them
-    int num_segments_ = 0;
+    bool may_skip_ = false, reports_ = false, entered_ = false;
+    i64 brought_ = -1;      // an event, or none
+    u64 streams_[kPlaces];  // of a staged call
+    int num_streams_ = 0;
 
     i64 row_bytes() const { return call_.move->pieces_per_token * call_.move->piece_bytes; }
 
@@ -184,19 +183,14 @@ private:
     }
 
     // Few slots travel with the launch, unless other kernels need them too.
-    i64 describe(i64 width, const std::vector<Chunk>& table, bool keeps, u64 stream) {
+    i64 describe(i64 width, const std::vector<Chunk>& table, bool keeps) {
         call_.width = width;
         if (call_.rotated_kernel && width % call_.key_bytes) return kNarrow;
         const i64 chunks_at = call_.words_before * sizeof(i64), slots_at = chunks_at + (i64)(table.size() * sizeof(Chunk));
         const bool travels = table.empty() && !keeps && !call_.rotated_kernel && !call_.slots_on_device
                           && call_.num_slots <= lane_.slots_in_batch;
-        i64 failed;
-        if (travels || call_.kept >= 0) {
-            failed = follow(stream, call_.current);
-            if (!failed && !travels) failed = verbs_.wait(verbs_.device, stream, call_.kept);
-        } else {
-            failed = write_and_upload(table, chunks_at, slots_at, stream);
-        }
+        if (!travels) brought_ = call_.kept;
+        const i64 failed = travels || call_.kept >= 0 ? 0 : bring(table, chunks_at, slots_at);
         BatchAndSlots& launch = scratch().launch;
         call_.slots_address = travels ? 0 : call_.near + slots_at;
         launch.batch.move = *call_.move;
@@ -207,7 +201,7 @@ private:
     }
 
     // What is in the block behind the flags, and the slots behind it.
-    i64 write_and_upload(const std::vector<Chunk>& table, i64 chunks_at, i64 slots_at, u64 stream) {
+    i64 bring(const std::vector<Chunk>& table, i64 chunks_at, i64 slots_at) {
         const i64 begin = kFlagWords * sizeof(i64), slots_bytes = call_.num_slots * sizeof(i64);
         i64 failed = 0, end = slots_at;
         if (!table.empty())
@@ -219,16 +213,24 @@ private:
             failed = verbs_.write(verbs_.device, call_.pinned + end, (u64)call_.slots, slots_bytes);
             end += slots_bytes;
         }
-        if (!failed) failed = follow(stream, call_.current);
         if (failed || end == begin) return failed;
-        return verbs_.copy(verbs_.device, call_.near + begin, call_.pinned + begin, end - begin, stream);
+        failed = verbs_.copy(verbs_.device, call_.near + begin, call_.pinned + begin, end - begin, lane_.bringing);
+        if (failed) return failed;
+        brought_ = call_.ready, call_.brought = 1;
+        return verbs_.record(verbs_.device, call_.ready, lane_.bringing);
     }
 
-    // `stream` waits for what `other` was given so far.
-    i64 follow(u64 stream, u64 other) {
-        if (stream == other) return 0;
-        const i64 failed = verbs_.record(verbs_.device, lane_.event, other);
+    // `stream` goes on behind what `other` was given so far; again: when that was last asked.
+    i64 follow(u64 stream, u64 other, bool again = false) {
+        const i64 failed = again ? 0 : verbs_.record(verbs_.device, lane_.event, other);
         return failed ? failed : verbs_.wait(verbs_.device, stream, lane_.event);
+    }
+
+    // `stream` goes on behind all that the current stream was given, and finds the block.
+    i64 enter(u64 stream) {
+        const i64 failed = stream == call_.current ? 0 : follow(stream, call_.current, entered_);
+        entered_ |= stream != call_.current;
+        return failed || brought_ < 0 ? failed : verbs_.wait(verbs_.device, stream, brought_);
     }
 
     i64 fetch_flag(u64 stream) { return verbs_.copy(verbs_.device, call_.pinned, call_.near, sizeof(i64), stream); }
@@ -269,7 +271,8 @@ private:
         i64 num_tiles;
         describe_rows(parts(), &rows, &num_tiles);
         const bool travels = rows.size() <= kChunksInBatch;
-        i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, false, stream);
+        i64 failed = describe(std::gcd(widest(), granule(parts())), travels ? none : rows, false);
+        if (!failed) failed = enter(stream);
         if (failed) return failed;
         point(travels ? &rows : nullptr, travels ? 0 : call_.near + call_.words_before * sizeof(i64), rows.size(), num_tiles);
         failed = launch(stream, most_blocks);
@@ -281,25 +284,22 @@ private:
     // ------------------------------------------------------------------------------------------ through the ring
 
     i64 staged() {
-        const u64 first_stream = call_.places[call_.turn % kPlaces].stream;
-        i64 failed = describe(widest(), none, lane_.stores && may_skip_, first_stream);
+        i64 failed = describe(widest(), none, lane_.stores && may_skip_);
         if (failed) return failed;
-        failed = verbs_.record(verbs_.device, call_.ready, first_stream);
-        streams_[call_.num_streams++] = first_stream;
         auto taken = [this](const Segment& segment) { return take(segment); };
         Cutter<decltype(taken)> cutter(*call_.move, lane_.limits, &scratch().segment, &scratch().packing, taken);
         const i64 small = call_.idle ? lane_.limits.least_segment_bytes : 0;
-        if (!failed) failed = cutter.cut(parts(), segment_bytes(), lane_.stores ? small : 0, lane_.stores ? 0 : small);
+        failed = cutter.cut(parts(), segment_bytes(), lane_.stores ? small : 0, lane_.stores ? 0 : small);
         if (failed) return failed;
         call_.pageable = call_.idle && !verbs_.mapped(verbs_.device, parts().front().address);
         call_.reports = reports_;
         if (!reports_) {
-            for (int i = 0; i < call_.num_streams && !failed; ++i)
+            for (int i = 0; i < num_streams_ && !failed; ++i)
                 failed = verbs_.record(verbs_.device, call_.ends[call_.num_ends++], streams_[i]);
             return failed;
         }
         const u64 last = streams_[0];
-        for (int i = 1; i < call_.num_streams && !failed; ++i) failed = follow(last, streams_[i]);
+        for (int i = 1; i < num_streams_ && !failed; ++i) failed = follow(last, streams_[i]);
         if (!failed) failed = fetch_flag(last);
         call_.num_ends = 1;
         return failed ? failed : verbs_.record(verbs_.device, call_.ends[0], last);
@@ -309,9 +309,9 @@ private:
     i64 take(const Segment& segment) {
         const Place& place = call_.places[call_.turn++ % kPlaces];
         i64 failed = 0;
-        if (num_segments_++ && std::find(streams_, streams_ + call_.num_streams, place.stream) == streams_ + call_.num_streams) {
-            failed = verbs_.wait(verbs_.device, place.stream, call_.ready);
-            streams_[call_.num_streams++] = place.stream;
+        if (std::find(streams_, streams_ + num_streams_, place.stream) == streams_ + num_streams_) {
+            failed = enter(place.stream);
+            streams_[num_streams_++] = place.stream;
         }
         if (!failed && !lane_.stores) failed = copy(segment, place, false);
         point(&segment.rows, 0, segment.parts.size(), segment.num_tiles);

@@ -302,6 +302,8 @@ def test_what_is_under_way_is_asked_in_its_order_and_all_of_it_behind_a_wait_of_
     for number in (1, 3, 4):
         transfers[number].finished = True
     connector.settle([transfers[1]], "wait")
+    assert [transfer.times for transfer in transfers] == [0] * 6
+    connector.reap(thorough=False)
     assert held() == [0, 1, 2, 5]
     assert [transfer.times for transfer in transfers] == [1, 0, 0, 1, 1, 1]
     connector.settle([transfers[1]], "synchronize")

@@ -39,14 +39,14 @@ NOTHING, BAD_SLOT, NARROW = 1, 2, 3  # what `lmcache_fast_steps` returns; 0: don
 LaneWords = struct_of_words(
     "LaneWords",
     f"verbs stores {' '.join(f'kernel_{width}' for width in WIDTHS)} {' '.join(f'keep_{width}' for width in WIDTHS)} "
-    "event staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit slots_in_batch "
+    "event bringing staged_blocks zero_copy_blocks most_blocks resident_blocks planes_per_unit slots_in_batch "
     "align_bytes least_segment_bytes segments_per_call longest_pitch_bytes",
 )
 CallWords = struct_of_words(
     "CallWords",
     "move spans num_spans skip_prefix granule_bytes slots num_slots slots_on_device checked in_use pinned near words_before "
     "current place_0 stream_0 place_1 stream_1 place_bytes turn zero_copy_bytes rotated_kernel rotation key_bytes kept idle "
-    "ready end_0 end_1 num_ends reports pageable width num_streams slots_address",
+    "ready end_0 end_1 num_ends reports pageable width brought slots_address",
 )
 _GIVEN = struct.Struct("29q")  # of CallWords: those that a call is given; the others come back
 _NO_PLACES = (0, 0, 0, 0)
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class CompiledSteps:
     """The steps of one direction on one device; one call at a time. See `Steps`."""
 
-    def __init__(self, device: Any, operation: str, library: ctypes.CDLL):
+    def __init__(self, device: Any, operation: str, streams: Sequence[int], library: ctypes.CDLL):
         self._device = device
         self._run, verbs = device.native(library)
         self._event = device.new_event()
@@ -67,6 +67,7 @@ class CompiledSteps:
             operation == "gather",
             *kernels,
             self._event.handle,
+            streams[-1],
             *(STAGED_BLOCKS, ZERO_COPY_BLOCKS, MOST_BLOCKS, RESIDENT_BLOCKS, PLANES_PER_UNIT, steps.SLOTS_THAT_TRAVEL),
             *(ALIGN_BYTES, LEAST_SEGMENT_BYTES, SEGMENTS_PER_CALL, LONGEST_PITCH_BYTES),
         )
@@ -119,7 +120,7 @@ class CompiledSteps:
             ends[0].handle,
             ends[1].handle,
         )
-        call.num_ends = call.reports = call.pageable = call.num_streams = 0
+        call.num_ends = call.reports = call.pageable = call.brought = 0
         status = self._run(self._lane_address, self._call_address)
         if ring is not None:
             ring.turn = call.turn
@@ -130,7 +131,7 @@ class CompiledSteps:
             bool(call.reports),
             call.slots_address,
             bool(call.pageable),
-            ready if call.num_streams and call.slots_address else None,
+            ready if call.brought else None,
         )
 
     def _not_done(self, request: Request, status: int) -> Outcome | None:
@@ -168,4 +169,4 @@ def steps_of(device: Any, operation: str, streams: Sequence[int], library: ctype
     """Compiled where there is a library, else in Python."""
     if library is None:
         return Steps(device, operation, streams)
-    return CompiledSteps(device, operation, library)
+    return CompiledSteps(device, operation, streams, library)

@@ -51,7 +51,7 @@ class Lane:
     def __init__(self, device: Any, operation: str, blocks: Blocks, library: ctypes.CDLL | None = None):
         self._device, self._operation, self._blocks = device, operation, blocks
         self._tables = PlaneTables()
-        self._streams = [device.new_stream(urgent=True) for _ in range(PLACES)]
+        self._streams = [device.new_stream(urgent=True) for _ in range(PLACES + 1)]  # the last one brings descriptors
         self.steps: Steps | CompiledSteps = steps_of(device, operation, self._streams, library)
         self.zero_copy_bytes = 0  # calls up to here reach host memory by kernels; found by `calibration.py`
         self._ring: Ring | None = None
@@ -122,6 +122,7 @@ class Lane:
             and request.kept is None
             and request.rotated is None
             and not request.slots_on_device
+            and len(request.plan.spans) <= CHUNKS_IN_BATCH
         ):
             if self._kept is not None:
                 self._blocks.give_back(self._kept.block)
@@ -229,7 +230,7 @@ class Lane:
                 transfer.finish()
             with self._device.guard():
                 memory = self._device.device_memory(PLACES * place_bytes)
-            ring = self._ring = Ring(memory, place_bytes, self._streams)
+            ring = self._ring = Ring(memory, place_bytes, self._streams[:PLACES])
         return ring
 
 

@@ -3,8 +3,9 @@
 This is their specification, in the verbs of `device.py`; nothing else decides an order. `native.py` takes the same steps
 compiled, and tests hold it to the same verbs with the same arguments.
 Host chunks go through a ring of staging memory: a store gathers a segment in one short launch, then the copy engines
-carry it off; a load is the reverse. Each place of the ring has a stream of its own, so that nothing inside a call needs an
-event: while one place is copied, another one is gathered. Chunks on the device are moved by one launch on the current stream.
+carry it off; a load is the reverse. Each place of the ring has a stream of its own, so that no segment needs an event: while
+one place is copied, another one is gathered. Chunks on the device are moved by one launch on the current stream. Slots that
+do not travel with a launch are brought on a stream of their own, which waits for nothing.
 Where keys are re-rotated on the way, each launch is two: one for keys, one for values.
 """
 
@@ -84,7 +85,7 @@ class Request(NamedTuple):
 class Outcome(NamedTuple):
     """What a call set going. events: when all have happened, the bytes have arrived. reports: the block's first word then is
     the first token whose slot is out of range. slots_address: on the device. pageable: kernels cannot reach chunks. ready: an
-    event behind the way of the slots to the device, where there is one."""
+    event behind the way of the block to the device, where this call has brought it."""
 
     events: Sequence[Any]
     reports: bool
@@ -102,11 +103,12 @@ class Known(NamedTuple):
 
 
 class Steps:
-    """The steps of one direction on one device; one call at a time. streams: of the places of every ring."""
+    """The steps of one direction on one device; one call at a time. streams: of the places of every ring, and a last one."""
 
     def __init__(self, device: Any, operation: str, streams: Sequence[int]):
         self._device, self._operation, self._stores = device, operation, operation == "gather"
-        self._zero_copy_stream, self._slots_in_batch = streams[0], SLOTS_THAT_TRAVEL
+        self._zero_copy_stream, self._bringing, self._slots_in_batch = streams[0], streams[-1], SLOTS_THAT_TRAVEL
+        self._entered, self._brought = None, None  # events of this call: behind the current stream, behind the slots
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
         self._move, self._chunks = self._batch.move, self._batch.chunks  # parts of the batch
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
@@ -143,8 +145,8 @@ class Steps:
 
     # ------------------------------------------------------------------------------------------ descriptors
 
-    def _describe(self, request: Request, width: int, chunks: list[int], keeps: bool, stream: int) -> int:
-        """Bring the tables of a call to the device on `stream`, and fill in the batch but for its chunks. Returns where the
+    def _describe(self, request: Request, width: int, chunks: list[int], keeps: bool) -> int:
+        """Set the tables of a call on their way to the device, and fill in the batch but for its chunks. Returns where the
         chunks are: slots are behind them. Few slots travel with the launch, unless other kernels need them too."""
         if request.rotated is not None and width % request.plan.cache.dtype.itemsize:
             raise too_narrow(request, width)
@@ -153,27 +155,23 @@ class Steps:
         travels = (
             not (chunks or keeps or request.rotated or request.slots_on_device) and len(slots) <= self._slots_in_batch
         )
-        if travels:
-            self._follow_current(stream)
-        elif request.kept is not None:
-            self._follow_current(stream)
-            self._device.wait(stream, request.kept)
-        else:
+        self._entered, self._brought = None, None if travels else request.kept
+        if not travels and request.kept is None:
             if chunks:
                 words = array("q", chunks)
                 self._device.write(
                     request.block.pinned.address + chunks_at, words.buffer_info()[0], len(words) * WORD_BYTES
                 )
-            self._upload(request, slots_at, stream)
+            self._brought = self._bring(request, slots_at)
         self._batch.move = Move.from_buffer_copy(request.move)
         self._move.ids, self._move.bad_token = 0 if travels else near + slots_at, near
         if travels:
             self._batch.slots[: len(slots)] = slots.tolist()
         return near + chunks_at
 
-    def _upload(self, request: Request, end: int, stream: int) -> None:
-        """Bring what is in a block behind the flags, up to `end`, to the device on `stream`, and slots behind it: those of
-        the host too, others on the current stream. `stream` is then behind all that the current stream was given."""
+    def _bring(self, request: Request, end: int) -> Any:
+        """Bring what is in a block behind the flags, up to `end`, to the device, and slots behind it: those of the host too,
+        others on the current stream. An event behind the former, where there is any."""
         device, slots, begin = self._device, request.slots, FLAG_WORDS * WORD_BYTES
         pinned, near = request.block.pinned.address, request.block.device.address
         slots_bytes = len(slots) * WORD_BYTES
@@ -182,15 +180,21 @@ class Steps:
         else:
             device.write(pinned + end, slots.data_ptr(), slots_bytes)
             end += slots_bytes
-        self._follow_current(stream)
-        if end > begin:
-            device.copy(near + begin, pinned + begin, end - begin, stream)
+        if end == begin:
+            return None
+        device.copy(near + begin, pinned + begin, end - begin, self._bringing)
+        return device.record(self._bringing)
 
-    def _follow_current(self, stream: int) -> None:
-        """`stream` goes on behind all that the current stream was given."""
-        current = self._device.current()
+    def _enter(self, stream: int) -> None:
+        """What `stream` is given from now on runs behind all that the current stream was given, and finds the block."""
+        device = self._device
+        current = device.current()
         if stream != current:
-            self._device.wait(stream, self._device.record(current))
+            if self._entered is None:
+                self._entered = device.record(current)
+            device.wait(stream, self._entered)
+        if self._brought is not None:
+            device.wait(stream, self._brought)
 
     def _fetch_flag(self, request: Request, stream: int) -> None:
         """Bring the first bad token to the host, behind the last kernel."""
@@ -239,12 +243,14 @@ class Steps:
         rows, num_tiles = chunk_rows(parts, request.move.tile_tokens)
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes, granule_bytes(parts))
         travels = len(parts) <= CHUNKS_IN_BATCH
-        table = self._describe(request, width, [] if travels else rows, False, stream)
+        table = self._describe(request, width, [] if travels else rows, False)
+        self._enter(stream)
         self._point(rows if travels else None, table, len(parts), num_tiles)
         self._launch(request, width, stream, most_blocks)
         if known.reports:
             self._fetch_flag(request, stream)
-        return Outcome([self._device.record(stream)], known.reports, self._move.ids, pageable=False)
+        ready = self._brought if request.kept is None else None
+        return Outcome([self._device.record(stream)], known.reports, self._move.ids, False, ready)
 
     # ------------------------------------------------------------------------------------------ through the ring
 
@@ -258,19 +264,17 @@ class Steps:
         width = math.gcd(WIDEST_VECTOR_BYTES, request.planes.granule_bytes)
         most = segment_bytes(ring.place_bytes, _num_bytes(request, parts), request.idle)
         keeps = known.may_skip and self._stores
-        place = ring.next()
-        self._describe(request, width, [], keeps, place.stream)
-        ready = device.record(place.stream)
-        streams: dict[int, None] = {place.stream: None}
+        self._describe(request, width, [], keeps)
+        streams: dict[int, None] = {}
         row_bytes, num_layers = request.planes.token_bytes, len(request.plan.planes)
         small = LEAST_SEGMENT_BYTES if request.idle else 0
         edges = (small, 0) if self._stores else (0, small)
         segments = cut(parts, cache.kv_size, num_layers, row_bytes, most, move.tile_tokens, *edges)
-        for number, segment in enumerate(segments):
-            if number:
-                place = ring.next()
-                if place.stream not in streams:
-                    streams[place.stream] = device.wait(place.stream, ready)
+        for segment in segments:
+            place = ring.next()
+            if place.stream not in streams:
+                streams[place.stream] = None
+                self._enter(place.stream)
             if not self._stores:
                 self._copy(segment, place, to_home=False)
             self._point(segment.rows, 0, len(segment.parts), segment.num_tiles)
@@ -286,14 +290,14 @@ class Steps:
             if self._stores:
                 self._copy(segment, place, to_home=True)
         pageable = request.idle and device.mapped(parts[0][0]) is None  # a copy of such memory leaves the link idle
-        brought = ready if self._move.ids else None
+        ready = self._brought if request.kept is None else None
         if not known.reports:
-            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, brought)
+            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, ready)
         last, *others = streams
         for stream in others:
             device.wait(last, device.record(stream))
         self._fetch_flag(request, last)
-        return Outcome([device.record(last)], True, self._move.ids, pageable, brought)
+        return Outcome([device.record(last)], True, self._move.ids, pageable, ready)
 
     def _keep(self, request: Request, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""

@@ -143,8 +143,7 @@ class ConnectorBase(GPUConnectorInterface):
             self.settle(transfers, how)
 
     def settle(self, transfers: Iterable[Transfer], how: str) -> None:
-        """`wait` for or `synchronize` every transfer, then release the objects whose copies are done, in the first case those
-        that can be found at once.
+        """`wait` for every transfer, or `synchronize` every one and release the objects whose copies are done.
 
         One that fails does not spare the others; the first error is raised at the end.
         """
@@ -154,7 +153,8 @@ class ConnectorBase(GPUConnectorInterface):
                 getattr(transfer, how)()
             except Exception as error:
                 failed = failed or error
-        self.reap(thorough=how == "synchronize")
+        if how == "synchronize":
+            self.reap()
         if failed is not None:
             raise failed
 

@@ -59,12 +59,10 @@ class _Group(NamedTuple):
 
     def let_go(self) -> None:
         with self.allocator.lock:
-            distinct = len(set(self.objects)) == len(self.objects)
-            if distinct and min([m.ref_count for m in self.metadata]) > 1:  # nobody's last
-                for m in self.metadata:
+            for obj, m in zip(self.objects, self.metadata, strict=True):
+                if m.ref_count > 1:
                     m.ref_count -= 1
-            else:
-                for obj in self.objects:
+                else:
                     obj.ref_count_down()
 
 

@@ -157,7 +157,7 @@ class Lanes:
         self.lane = Lane(self.device, operation, Blocks(self.device))
         for block in [self.lane._blocks.take(1 << 20) for _ in range(2)]:  # enough: none is made between two traces
             self.lane._blocks.give_back(block)
-        self.both = self.lane.steps, native.CompiledSteps(self.device, operation, library())
+        self.both = self.lane.steps, native.CompiledSteps(self.device, operation, self.lane._streams, library())
 
     def traces(self, plan: TransferPlan, on_host: bool, again: bool, busy: bool, launches_left: int) -> list[Any]:
         """What each asks of the device, from the same turn of the ring; and how it ended. again: behind a call of the same

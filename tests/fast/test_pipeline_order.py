@@ -161,6 +161,24 @@ def test_a_bad_slot_in_a_call_that_fails_is_not_the_next_call_s(direction, compi
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_slots_are_on_their_way_while_the_current_stream_is_busy(on_device, compiled, monkeypatch):
+    monkeypatch.setattr(steps, "SLOTS_THAT_TRAVEL", 0)
+    device = SimulatedDevice(0, library=native.load()[0] if compiled else None, held=True)
+    world = World(device)
+    if on_device:
+        device.device_tensors |= {chunk.data_ptr() for pool in world.pools for chunk in pool}
+    device.work(lambda: None, [], [world.memory])
+    busy = device.masks[device.current()]
+    world.store(world.plan(0))
+    copy, *more = device.queues[world.engine.lanes["gather"]._streams[-1]]
+    assert copy.label.startswith("copy") and not more and not copy.before & busy
+    others = [operation for stream, queue in device.queues.items() if stream for operation in queue]
+    assert on_device or all(other.before & busy for other in others if other is not copy)
+    device.finish()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_launch_that_fails_on_the_current_stream(compiled, monkeypatch):
     """What it had brought to the device has arrived when the next call writes to the same block."""
     monkeypatch.setattr(steps, "SLOTS_THAT_TRAVEL", 0)
@@ -174,7 +192,8 @@ def test_a_launch_that_fails_on_the_current_stream(compiled, monkeypatch):
     device.launches_left = None
     world.store(world.plan(1, OTHERS)).synchronize()
     same(device.host_reads(world.pools[1]), expected, "the next call's pool")
-    assert len(world.engine.lanes["gather"]._blocks._free) == 1
+    lane = world.engine.lanes["gather"]
+    assert not lane._blocks._free and lane._kept, "the only block has the slots of the second call"
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])
