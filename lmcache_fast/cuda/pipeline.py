@@ -119,7 +119,6 @@ class Lane:
             _say_that_memory_is_pageable()
         if (
             outcome.ready is not None
-            and request.kept is None
             and request.rotated is None
             and not request.slots_on_device
             and len(request.plan.spans) <= CHUNKS_IN_BATCH

@@ -108,7 +108,7 @@ class Steps:
     def __init__(self, device: Any, operation: str, streams: Sequence[int]):
         self._device, self._operation, self._stores = device, operation, operation == "gather"
         self._zero_copy_stream, self._bringing, self._slots_in_batch = streams[0], streams[-1], SLOTS_THAT_TRAVEL
-        self._entered, self._brought = None, None  # events of this call: behind the current stream, behind the slots
+        self._entered, self._ready, self._brought = None, None, None  # events: see `_describe` and `_enter`
         self._batch, self._homes = Batch(), Homes()  # of the next launch; copied by it
         self._move, self._chunks = self._batch.move, self._batch.chunks  # parts of the batch
         self._arguments, self._keep_arguments = Arguments(self._batch), Arguments(self._batch, self._homes)
@@ -155,14 +155,15 @@ class Steps:
         travels = (
             not (chunks or keeps or request.rotated or request.slots_on_device) and len(slots) <= self._slots_in_batch
         )
-        self._entered, self._brought = None, None if travels else request.kept
+        self._entered = self._ready = None  # of this call: behind the current stream; behind the way of its block
         if not travels and request.kept is None:
             if chunks:
                 words = array("q", chunks)
                 self._device.write(
                     request.block.pinned.address + chunks_at, words.buffer_info()[0], len(words) * WORD_BYTES
                 )
-            self._brought = self._bring(request, slots_at)
+            self._ready = self._bring(request, slots_at)
+        self._brought = None if travels else self._ready if request.kept is None else request.kept
         self._batch.move = Move.from_buffer_copy(request.move)
         self._move.ids, self._move.bad_token = 0 if travels else near + slots_at, near
         if travels:
@@ -249,8 +250,7 @@ class Steps:
         self._launch(request, width, stream, most_blocks)
         if known.reports:
             self._fetch_flag(request, stream)
-        ready = self._brought if request.kept is None else None
-        return Outcome([self._device.record(stream)], known.reports, self._move.ids, False, ready)
+        return Outcome([self._device.record(stream)], known.reports, self._move.ids, False, self._ready)
 
     # ------------------------------------------------------------------------------------------ through the ring
 
@@ -290,14 +290,13 @@ class Steps:
             if self._stores:
                 self._copy(segment, place, to_home=True)
         pageable = request.idle and device.mapped(parts[0][0]) is None  # a copy of such memory leaves the link idle
-        ready = self._brought if request.kept is None else None
         if not known.reports:
-            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, ready)
+            return Outcome([device.record(stream) for stream in streams], False, self._move.ids, pageable, self._ready)
         last, *others = streams
         for stream in others:
             device.wait(last, device.record(stream))
         self._fetch_flag(request, last)
-        return Outcome([device.record(last)], True, self._move.ids, pageable, ready)
+        return Outcome([device.record(last)], True, self._move.ids, pageable, self._ready)
 
     def _keep(self, request: Request, segment: Segment, place: Place) -> None:
         """Let skipped rows of a place be what they are at home: by a kernel that reaches there, else all by a copy."""

@@ -85,9 +85,7 @@ def _slots(memory: Memory, kernel: str, batch: Batch, first: int, num_tokens: in
     """The slots of some tokens; where they stand in memory, that is added to `reads`."""
     move = batch.move
     if not move.ids:
-        assert (
-            kernel.split("_")[1].isdecimal() and not kernel.startswith("keep") and first + num_tokens <= SLOTS_IN_BATCH
-        )
+        assert "keep" not in kernel and "rotated" not in kernel and first + num_tokens <= SLOTS_IN_BATCH
         return list(batch.slots[first : first + num_tokens])
     ids = (move.ids + first * WORD, move.ids + (first + num_tokens) * WORD)
     memory.may_read([ids])
