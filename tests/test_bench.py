@@ -286,6 +286,20 @@ def test_a_cell_that_cannot_be_set_up_does_not_lose_the_others(monkeypatch):
     assert "tiny HND block 16 tokens 300, reference, setting: MemoryError: no memory" in as_text(report)
 
 
+def test_staging_counts_what_a_backend_kept_from_earlier_cells_and_not_what_it_gave_back_from_before(monkeypatch):
+    mib = 1 << 20
+    script = iter([(0, -3 * mib), (5 * mib, 4 * mib), (mib, 0)])  # peak and kept, one cell after another
+
+    class Scripted(AsynchronousHost):
+        def extra_bytes(self, run):
+            run()
+            return next(script)
+
+    monkeypatch.setattr(run, "clock_of", Scripted)
+    report = run_bench(dataclasses.replace(SMALL, orders=["NHD", "HND", "fused"], figures=["staging"]))
+    assert [row.value for row in report.rows] == [0.0, 5.0, 5.0]
+
+
 # The peer
 
 

@@ -338,7 +338,7 @@ def staging(scene: Scene) -> Iterator[Reading]:
         except Exception as error:  # a guest's failure is its own result
             yield from _readings("staging", "MiB", {mover.name: error}, float)
             continue
-        scene.held_bytes[mover.name] = held + kept
+        scene.held_bytes[mover.name] = max(0, held + kept)  # what was there before the bench may be given back in it
         yield Reading("staging", mover.name, "MiB", (held + peak) / 2**20)
 
 
