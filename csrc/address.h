@@ -68,6 +68,13 @@ struct Tile {
     i64 num_tokens;
 };
 
+// Some planes, one after the other, of one tile: what a thread block of the device takes at a stretch.
+struct Unit {
+    Tile tile;
+    unsigned first_plane;      // counted among those that are moved
+    unsigned end_plane;        // one behind the last
+};
+
 // A tile in one plane.
 struct Item {
     const Plane* plane;
@@ -110,6 +117,24 @@ LMC_SHARED Tile tile_of_chunk(const Move& move, const Chunk* chunk, i64 index) {
 LMC_SHARED Tile tile_at(const Move& move, i64 tile) {
     const Chunk* chunk = chunk_of_tile(move, tile);
     return tile_of_chunk(move, chunk, tile - chunk->first_tile);
+}
+
+// Units are counted in 32 bits: the tiles of one launch times its planes are far fewer than 2^32.
+LMC_SHARED unsigned num_units(const Move& move) {
+    const unsigned num_planes = (unsigned)move.num_planes, planes_per_unit = (unsigned)move.planes_per_unit;
+    return (num_planes + planes_per_unit - 1) / planes_per_unit * (unsigned)move.num_tiles;
+}
+
+// The tiles of the same planes come one after the other.
+LMC_SHARED Unit unit_at(const Move& move, unsigned index) {
+    const unsigned num_tiles = (unsigned)move.num_tiles, planes_per_unit = (unsigned)move.planes_per_unit;
+    const unsigned range = index / num_tiles;
+    Unit unit;
+    unit.tile = tile_at(move, index - range * num_tiles);
+    unit.first_plane = range * planes_per_unit;
+    unit.end_plane = unit.first_plane + planes_per_unit;
+    if (unit.end_plane > (unsigned)move.num_planes) unit.end_plane = (unsigned)move.num_planes;
+    return unit;
 }
 
 // A tile in the index-th plane that is moved.

@@ -83,12 +83,12 @@ template <typename Key> __device__ __forceinline__ void store_key(u64 address, K
     __stcs((decltype(bits.word)*)address, bits.word);
 }
 
-// One column of a token, which is a pair or, behind the pairs, a dim that is not rotated: in every head of `num_planes` planes.
+// One column of a token, which is a pair or, behind the pairs, a dim that is not rotated: in every head of a unit's planes.
 template <typename Key, typename Table>
-__device__ __forceinline__ void scatter_column(const Move& move, const Rotation& rotation, const Tile& tile,
-                                               unsigned first_plane, unsigned num_planes, unsigned row, unsigned column) {
+__device__ __forceinline__ void scatter_column(const Move& move, const Rotation& rotation, const Unit& unit, unsigned row,
+                                               unsigned column) {
     typedef typename RealOf<Key>::type Real;
-    Item item = item_of_tile(move, tile, first_plane);
+    Item item = item_of_tile(move, unit.tile, unit.first_plane);
     const i64 token = item.first_token + row, slot = slot_of(move, token);
     if (slot == kBadId && column == 0) atomicMin(move.bad_token, (u64)token);
     if (slot < 0) return;
@@ -111,16 +111,17 @@ __device__ __forceinline__ void scatter_column(const Move& move, const Rotation&
     u64 target = item.plane->address + in_plane;
     item.chunk_address += row * item.token_stride_bytes + in_row;
     u64 source = item.chunk_address;
-    unsigned head = 0;
-    for (unsigned left = num_planes * num_heads; left > 0; left -= left < LMC_COLUMNS_IN_FLIGHT ? left : LMC_COLUMNS_IN_FLIGHT) {
+    unsigned head = 0, here;
+    for (unsigned left = (unit.end_plane - unit.first_plane) * num_heads; left > 0; left -= here) {
+        here = left < LMC_COLUMNS_IN_FLIGHT ? left : LMC_COLUMNS_IN_FLIGHT;
         Key x_key[LMC_COLUMNS_IN_FLIGHT], y_key[LMC_COLUMNS_IN_FLIGHT];
         u64 place[LMC_COLUMNS_IN_FLIGHT];
 #pragma unroll
         for (unsigned u = 0; u < LMC_COLUMNS_IN_FLIGHT; ++u) {
-            if (u >= left) continue;
+            if (u >= here) continue;
             if (head == num_heads) {
                 head = 0;
-                to_next_layer(move, tile, &item);
+                to_next_layer(move, unit.tile, &item);
                 if (!move.planes_alike) in_plane = slot_offset_bytes(move, *item.plane, slot) + in_row;
                 head_stride = item.plane->head_stride_bytes;
                 target = item.plane->address + in_plane;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void scatter_column(const Move& move, const Rotation&
         }
 #pragma unroll
         for (unsigned u = 0; u < LMC_COLUMNS_IN_FLIGHT; ++u) {
-            if (u >= left) continue;
+            if (u >= here) continue;
             if (turns) {
                 Real x = widened(x_key[u]), y = widened(y_key[u]);
                 rerotate_pair(angle, &x, &y);
@@ -152,18 +153,13 @@ __device__ __forceinline__ void scatter_column(const Move& move, const Rotation&
 template <typename Key, typename Table>
 __device__ __forceinline__ void scatter_rotated(const Move& move, const Rotation& rotation) {
     const unsigned columns = (unsigned)(rotation.head_stride_bytes / (i64)sizeof(Key) - rotation.num_pairs);
-    const unsigned num_tiles = (unsigned)move.num_tiles, num_planes = (unsigned)move.num_planes;
-    const unsigned planes_per_unit = (unsigned)move.planes_per_unit;
-    const unsigned units = (num_planes + planes_per_unit - 1) / planes_per_unit * num_tiles;
-    for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const unsigned range = unit / num_tiles;
-        const Tile tile = tile_at(move, unit - range * num_tiles);
-        const unsigned first_plane = range * planes_per_unit, left = num_planes - first_plane;
-        const unsigned planes = left < planes_per_unit ? left : planes_per_unit;
-        const unsigned count = (unsigned)tile.num_tokens * columns;
+    const unsigned units = num_units(move);
+    for (unsigned unit_index = blockIdx.x; unit_index < units; unit_index += gridDim.x) {
+        const Unit unit = unit_at(move, unit_index);
+        const unsigned count = (unsigned)unit.tile.num_tokens * columns;
         for (unsigned index = threadIdx.x; index < count; index += blockDim.x) {
             const unsigned row = index / columns;
-            scatter_column<Key, Table>(move, rotation, tile, first_plane, planes, row, index - row * columns);
+            scatter_column<Key, Table>(move, rotation, unit, row, index - row * columns);
         }
     }
 }

@@ -88,19 +88,13 @@ template <typename Vector, bool kScatter> __device__ __forceinline__ void move_b
     walk.row_step = blockDim.x / walk.vectors_per_row;
     walk.vector_step = blockDim.x - walk.row_step * walk.vectors_per_row;
 
-    // Counted in 32 bits: the tiles of one launch times its planes are far fewer than 2^32.
-    const unsigned num_tiles = (unsigned)move.num_tiles, num_planes = (unsigned)move.num_planes;
-    const unsigned planes_per_unit = (unsigned)move.planes_per_unit;
-    const unsigned units = (num_planes + planes_per_unit - 1) / planes_per_unit * num_tiles;
-    for (unsigned unit = blockIdx.x; unit < units; unit += gridDim.x) {
-        const unsigned range = unit / num_tiles;
-        const Tile tile = tile_at(move, unit - range * num_tiles);
-        const unsigned rows = (unsigned)(tile.num_tokens * move.pieces_per_token);
-        unsigned plane_index = range * planes_per_unit, last_plane = plane_index + planes_per_unit;
-        if (last_plane > num_planes) last_plane = num_planes;
+    const unsigned units = num_units(move);
+    for (unsigned index = blockIdx.x; index < units; index += gridDim.x) {
+        const Unit unit = unit_at(move, index);
+        const unsigned rows = (unsigned)(unit.tile.num_tokens * move.pieces_per_token);
         bool known = false;  // whether the places are this tile's, and serve every plane
-        for (; plane_index < last_plane; ++plane_index) {
-            const Item item = item_of_tile(move, tile, plane_index);
+        for (unsigned plane = unit.first_plane; plane < unit.end_plane; ++plane) {
+            const Item item = item_of_tile(move, unit.tile, plane);
             for (unsigned first_row = 0; first_row < rows; first_row += LMC_ROWS_KNOWN) {
                 const unsigned here = rows - first_row < LMC_ROWS_KNOWN ? rows - first_row : LMC_ROWS_KNOWN;
                 if (!known) {
@@ -116,13 +110,14 @@ template <typename Vector, bool kScatter> __device__ __forceinline__ void move_b
 }
 
 // gather_16, scatter_16, ...: the vector width in bytes, which must divide every address, stride and piece of the batch.
-#define LMC_KERNELS(width, Vector)                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) gather_##width(const __grid_constant__ BatchAndSlots launch) {  \
-        move_batch<Vector, false>(move_of(launch));                                                       \
-    }                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT) scatter_##width(const __grid_constant__ BatchAndSlots launch) { \
-        move_batch<Vector, true>(move_of(launch));                                                       \
+#define LMC_KERNEL(name, Vector, kScatter)                                                             \
+    extern "C" __global__ void __launch_bounds__(256, LMC_BLOCKS_RESIDENT)                             \
+        name(const __grid_constant__ BatchAndSlots launch) {                                           \
+        move_batch<Vector, kScatter>(move_of(launch));                                                 \
     }
+#define LMC_KERNELS(width, Vector)                                                                     \
+    LMC_KERNEL(gather_##width, Vector, false)                                                          \
+    LMC_KERNEL(scatter_##width, Vector, true)
 
 LMC_KERNELS(16, uint4)
 LMC_KERNELS(8, uint2)
