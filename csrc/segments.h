@@ -43,9 +43,8 @@ struct Copy {
             width += next_width;
             return true;
         }
-        if (next_width != width || from_home < width || from_home > longest_pitch) return false;
+        if (!seams.empty() || next_width != width || from_home < width || from_home > longest_pitch) return false;
         height = 2, home_pitch = from_home, packed_pitch = from_packed;
-        seams.clear();
         return true;
     }
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from lmcache_ref import rope as spec
-from lmcache_ref.errors import BackendError
+from lmcache_ref.errors import BackendError, SlotError
 from lmcache_ref.plan import ChunkSpan, TransferPlan, refuse_rotation
 from lmcache_ref.rerotation import check_undoing
 from lmcache_ref.rope import RotarySpec
@@ -35,18 +36,27 @@ class Several(Transfer):
         self._parts = parts
 
     def wait(self) -> None:
-        """Make the current stream wait for all; raise the errors already known."""
-        for part in self._parts:
-            part.wait()
+        """Make the current stream wait for all; raise the first of the errors already known."""
+        self._each("wait")
 
     def synchronize(self) -> None:
-        """Make the host wait for all; raise what went wrong on the device."""
-        for part in self._parts:
-            part.synchronize()
+        """Make the host wait for all; raise the first thing that went wrong on the device."""
+        self._each("synchronize")
 
     def done(self) -> bool:
         """Whether all bytes have arrived."""
         return all([part.done() for part in self._parts])
+
+    def _each(self, how: str) -> None:
+        """One that fails does not spare the others."""
+        errors = []
+        for part in self._parts:
+            try:
+                getattr(part, how)()
+            except SlotError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class Engine:
@@ -66,7 +76,13 @@ class Engine:
             return lane.move(plan, on_host=True not in kinds)
         lane.check(plan)  # the slots of all chunks, before any of them moves
         parts = [replace(plan, spans=_pick(plan, kinds, kind)) for kind in (True, False)]
-        return Several([lane.move(part, on_host) for part, on_host in zip(parts, (False, True), strict=True)])
+        near = lane.move(parts[0], on_host=False)
+        try:
+            return Several([near, lane.move(parts[1], on_host=True)])
+        except BaseException:  # there will be no handle, and the caller may do with all chunks what it likes
+            with contextlib.suppress(SlotError):
+                near.synchronize()
+            raise
 
 
 class CudaBackend:
@@ -117,6 +133,7 @@ class CudaBackend:
                 return
             old, new = old.contiguous().to(keys.device), new.contiguous().to(keys.device)
             table = device.table(rope)
+            table.record_stream(torch.cuda.current_stream(device.index))  # `rope` may be gone before the kernel has run
             rotation = describe_rotation(keys, old, new, table, rope.is_neox)
             rotation.bad_token = self._unused_flag(device.index).data_ptr()
             num_threads = rotation.num_tokens * rotation.num_pairs

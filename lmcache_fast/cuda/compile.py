@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +52,21 @@ def source_text(name: str, folder: Path | None = None) -> str:
 
 
 class Kernels:
-    """The kernels of one device, compiled at construction, which must be current. `find` is safe in any thread."""
+    """The kernels of one device, compiled at construction, when it must be current. `find` is safe in any thread.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    guard: makes the device current within a block.
+    """
+
+    def __init__(self, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._lock, self._guard = threading.Lock(), guard
         self._functions: dict[str, tuple[int, Any]] = {}
         self._modules = [_compiled(name) for name in SOURCES]
 
     def find(self, name: str) -> int:
-        """The driver's handle of a kernel. The kernel's device must be current at the first call with its name."""
+        """The driver's handle of a kernel; whichever device is current."""
         known = self._functions.get(name)
         if known is None:
-            with self._lock:
+            with self._lock, self._guard():
                 function = self._modules[_source_of(name)].get_function(name).kernel
                 _load(function)
                 known = self._functions[name] = (function.ptr, function)  # the object keeps its module loaded

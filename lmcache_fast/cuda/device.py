@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -87,9 +88,10 @@ class CudaDevice:
         self._runtime, self._driver, self._pinned = runtime, driver, pinned_memory
         self._events: list[int] = []
         self._tables: weakref.WeakKeyDictionary[RotarySpec, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._table_lock = threading.Lock()
         with self.guard():
             torch.cuda.current_stream(index).synchronize()  # torch makes the context
-            self.kernels = Kernels()
+            self.kernels = Kernels(self.guard)
             self.num_multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
             self._memory_stream = self.new_stream()
 
@@ -102,6 +104,10 @@ class CudaDevice:
     def current(self) -> int:
         """torch's current stream."""
         return _current_raw_stream(self.index)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work is recorded for a CUDA graph, not done."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     def new_stream(self, urgent: bool = False) -> int:
         """A stream that never waits for the legacy default stream. urgent: its kernels go first, where cupy can say so."""
@@ -213,13 +219,16 @@ class CudaDevice:
 
     def table(self, rope: RotarySpec) -> torch.Tensor:
         """A rotation's table in device memory, rows contiguous; kept as long as `rope`. Any stream may read it."""
-        known = self._tables.get(rope)
-        if known is None:
-            table = rope.cos_sin_cache.detach().to(torch.device("cuda", self.index))
-            known = table if table.stride(1) == 1 else table.contiguous()
-            torch.cuda.current_stream(self.index).synchronize()
-            self._tables[rope] = known
-        return known
+        with (
+            self._table_lock
+        ):  # one table for all threads: a second one would take the first one's place while it is read
+            known = self._tables.get(rope)
+            if known is None:
+                table = rope.cos_sin_cache.detach().to(torch.device("cuda", self.index))
+                known = table if table.stride(1) == 1 else table.contiguous()
+                torch.cuda.current_stream(self.index).synchronize()
+                self._tables[rope] = known
+            return known
 
     def pinned_memory(self, num_bytes: int) -> Memory:
         """Page-locked host memory."""

@@ -123,9 +123,10 @@ class CudaTransfer(Transfer):
         if self._counted is not None and self.done():
             self.raise_error()
         if self._under_way is not None:
-            current = self._device.current()
-            for event in events:
-                self._device.wait(current, event)
+            with self._device.guard():  # the default stream has the same name on each device
+                current = self._device.current()
+                for event in events:
+                    self._device.wait(current, event)
 
     def synchronize(self) -> None:
         """Make the host wait. Raises SlotRangeError, once, when a slot on the device was out of range."""

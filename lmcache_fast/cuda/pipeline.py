@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lmcache_ref.errors import SlotError, SlotRangeError, StrideError
+from lmcache_ref.errors import BackendError, SlotError, SlotRangeError, StrideError
 from lmcache_ref.plan import TransferPlan, check_slots, validating
 from lmcache_ref.transfer import Transfer
 
@@ -61,6 +61,10 @@ class Lane:
 
     def move(self, plan: TransferPlan, on_host: bool) -> Transfer:
         """Move a plan whose chunks are all in host memory, or all in this device's. Raises before anything is moved."""
+        if self._device.is_capturing():
+            raise BackendError(
+                f"{self._operation}: a transfer cannot be captured in a CUDA graph; it waits for host memory"
+            )
         with self._lock:
             self._reap()
             checked = validating()
@@ -117,12 +121,7 @@ class Lane:
             counted = f"NB*BS = {cache.num_blocks}*{cache.block_size} = {cache.num_slots}"
         if outcome.pageable:
             _say_that_memory_is_pageable()
-        if (
-            outcome.ready is not None
-            and request.rotated is None
-            and not request.slots_on_device
-            and len(request.plan.spans) <= CHUNKS_IN_BATCH
-        ):
+        if outcome.ready is not None and _slots_follow_flags(request.plan, request.slots_on_device):
             if self._kept is not None:
                 self._blocks.give_back(self._kept.block)
             self._kept = self._keep_slots(request, outcome.ready)
@@ -132,11 +131,12 @@ class Lane:
 
     def _wait_for_streams(self) -> None:
         """Make the host wait for all that this lane's streams and the current one were given, errors aside."""
-        for stream in (*self._streams, self._device.current()):
-            try:
-                self._device.synchronize(self._device.record(stream))
-            except Exception as error:  # the device is broken; what broke it is already on its way to the caller
-                logger.debug("after a failed call: %s", error)
+        with self._device.guard():
+            for stream in (*self._streams, self._device.current()):
+                try:
+                    self._device.synchronize(self._device.record(stream))
+                except Exception as error:  # the device is broken; what broke it is already on its way to the caller
+                    logger.debug("after a failed call: %s", error)
 
     # ------------------------------------------------------------------------------------------ what a call gets
 
@@ -154,33 +154,33 @@ class Lane:
         zero_copy = self.zero_copy_bytes if asked is None else asked
         ring = self._ring_of(plan.cache.kv_size * len(plan.planes) * planes.token_bytes) if on_host else None
         words_before = FLAG_WORDS + (0 if plan.rotation is None else 2 * num_slots)
-        kept = None if on_device or plan.rotation is not None else self._kept_slots(plan, slots, num_slots)
+        kept = self._kept_slots(slots) if _slots_follow_flags(plan, on_device) else None
         if kept is None:
             chunk_words = WORDS_PER_CHUNK * len(plan.spans) if len(plan.spans) > CHUNKS_IN_BATCH else 0
             block = self._blocks.take((words_before + chunk_words + num_slots) * WORD_BYTES)
         else:
             block = self._blocks.share(kept.block)
         return Request(
-            plan,
-            planes,
-            move,
-            slots,
-            on_device,
-            checked,
-            kept is not None and kept.least >= 0 and kept.most < plan.cache.num_slots,
-            ring,
-            zero_copy,
-            block,
-            words_before,
-            None if plan.rotation is None else self._describe_rotation(plan, block),
-            None if kept is None else kept.ready,
-            not self._under_way,
+            plan=plan,
+            planes=planes,
+            move=move,
+            slots=slots,
+            slots_on_device=on_device,
+            checked=checked,
+            in_use=kept is not None and kept.least >= 0 and kept.most < plan.cache.num_slots,
+            ring=ring,
+            zero_copy_bytes=zero_copy,
+            block=block,
+            words_before=words_before,
+            rotated=None if plan.rotation is None else self._describe_rotation(plan, block),
+            kept=None if kept is None else kept.ready,
+            idle=not self._under_way,
         )
 
-    def _kept_slots(self, plan: TransferPlan, slots: torch.Tensor, num_slots: int) -> KeptSlots | None:
-        """The slots of an earlier call, if they are the same, and if the call needs no table of chunks beside them."""
-        kept = self._kept
-        if kept is None or kept.num_slots != num_slots or len(plan.spans) > CHUNKS_IN_BATCH:
+    def _kept_slots(self, slots: torch.Tensor) -> KeptSlots | None:
+        """The slots of an earlier call, if they are the same."""
+        kept, num_slots = self._kept, slots.numel()
+        if kept is None or kept.num_slots != num_slots:
             return None
         if kept.fixed is slots:
             return kept
@@ -231,6 +231,11 @@ class Lane:
                 memory = self._device.device_memory(PLACES * place_bytes)
             ring = self._ring = Ring(memory, place_bytes, self._streams[:PLACES])
         return ring
+
+
+def _slots_follow_flags(plan: TransferPlan, slots_on_device: bool) -> bool:
+    """Whether a block that is brought for a plan has slots of the host right behind its flags, as kept ones have to be."""
+    return not slots_on_device and plan.rotation is None and len(plan.spans) <= CHUNKS_IN_BATCH
 
 
 def tile_tokens_of(planes: PlaneTable) -> int:

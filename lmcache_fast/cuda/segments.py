@@ -44,9 +44,9 @@ class Copy:
             self.seams.append(self.width)
             self.width += width
             return True
-        if width != self.width or not width <= home_pitch <= LONGEST_PITCH_BYTES:
+        if self.seams or width != self.width or not width <= home_pitch <= LONGEST_PITCH_BYTES:
             return False
-        self.height, self.home_pitch, self.packed_pitch, self.seams = 2, home_pitch, packed_pitch, []
+        self.height, self.home_pitch, self.packed_pitch = 2, home_pitch, packed_pitch
         return True
 
 

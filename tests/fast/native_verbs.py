@@ -54,7 +54,8 @@ class NativeVerbs:
     def _function(self, count: int, verb: Callable[..., object]) -> Any:
         def call(_: int, *arguments: int) -> int:
             try:
-                verb(*arguments)
+                with self._device.guard():  # csrc/steps.cpp makes the device's context current
+                    verb(*arguments)
             except BaseException as error:  # it cannot pass through C++
                 self.errors.append(error)
                 return -1

@@ -13,7 +13,7 @@ import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class SimulatedDevice(SpeaksToCompiledSteps):
     left_out: tuple[str, int] | None = None
     pageable: Spans = field(default_factory=list)
     launches_left: int | None = None  # then launching fails; None: it never does
+    capturing: bool = False  # the current stream's work goes into a graph
     held: bool = False  # nothing happens but what the host waits for
     library: ctypes.CDLL | None = None  # of the compiled steps, for engines on this device; None: in Python
 
@@ -96,14 +97,23 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         self.history: list[Touched] = []
         self.uses: dict[str, list[Use]] = {verb: [] for verb in VERBS}
         self.stream = 0  # the current one
+        self.guarded = 0  # depth; 0: another device may be current
         self.launches: list[str] = []
         self.tables: dict[RotarySpec, torch.Tensor] = {}
         self.events: list[Event] = []
 
     # ------------------------------------------------------------------------------------------ the verbs
 
-    def guard(self) -> Any:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        self.guarded += 1
+        try:
+            yield
+        finally:
+            self.guarded -= 1
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     def current(self) -> int:
         return self.stream
@@ -118,6 +128,7 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         return self.events[-1]
 
     def record(self, stream: int) -> Event:
+        self._require_guard(stream)
         event = self.new_event()
         self.record_again(event, stream, depth=3)
         return event
@@ -128,6 +139,7 @@ class SimulatedDevice(SpeaksToCompiledSteps):
         event.mask = 0 if self.left_out == ("record", number) else self.masks[stream]
 
     def wait(self, stream: int, event: Event) -> None:
+        self._require_guard(stream)
         number = self._use("wait", idle=not event.mask & ~(self.masks[stream] | self.host))
         self.uses["record"][event.number].idle &= self.uses["wait"][number].idle
         if self.left_out != ("wait", number):
@@ -217,6 +229,11 @@ class SimulatedDevice(SpeaksToCompiledSteps):
 
     def mapped(self, address: int) -> int | None:
         return None if any(begin <= address < end for begin, end in self.pageable) else address
+
+    def _require_guard(self, stream: int) -> None:
+        """Every device has a stream 0, and calls it so; which one is meant says the device that is current."""
+        if stream == 0 and not self.guarded:
+            raise Race("stream 0 of whichever device is current")
 
     # ------------------------------------------------------------------------------------------ what tests do
 

@@ -64,6 +64,9 @@ class RecordingDevice(SpeaksToCompiledSteps):
     def current(self) -> int:
         return 0
 
+    def is_capturing(self) -> bool:
+        return False
+
     def new_stream(self, urgent: bool = False) -> int:
         self._streams += 1
         return self._streams

@@ -19,7 +19,7 @@ from simulated import VERBS, Race, SimulatedDevice
 
 from lmcache_fast.cuda import holdings, native, pipeline, steps
 from lmcache_fast.environment import STAGING_BYTES, ZERO_COPY_BYTES
-from lmcache_ref.errors import DuplicateSlotError, SlotRangeError
+from lmcache_ref.errors import BackendError, DuplicateSlotError, SlotRangeError
 from lmcache_ref.kv_cache import PagedKVCache
 from lmcache_ref.memory import MemoryFormat
 from lmcache_ref.plan import TransferPlan
@@ -253,6 +253,47 @@ def test_chunks_of_both_kinds_and_small_calls(zero_copy, direction, monkeypatch)
     assert transfer.done()
     same(device.host_reads(found), expected, direction)
     assert len(device.launches) == (2 if zero_copy else 3)
+
+
+@pytest.mark.parametrize("how", ["wait", "synchronize"])
+def test_of_two_kinds_of_chunks_one_bad_slot_does_not_spare_the_other_kind(how):
+    """All chunks are the caller's again when the error comes, and no later call hears of it."""
+    device = SimulatedDevice(0, held=True)
+    world = World(device)
+    bad = SLOTS.clone()
+    bad[1], bad[-1] = NB * BS, NB * BS + 5
+    device.register(bad)
+    device.device_tensors |= {chunk.data_ptr() for chunk in world.pools[0][:3]} | {bad.data_ptr()}
+    transfer = world.store(world.plan(0, bad))
+    if how == "wait":
+        device.finish()
+    with pytest.raises(SlotRangeError, match=r"slots\[1\] = 48"):
+        getattr(transfer, how)()
+    device.host_writes(world.pools[0], 1)
+    world.store(world.plan(1)).synchronize()
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_where_the_second_kind_of_chunks_cannot_begin_the_first_is_waited_for(direction):
+    device = SimulatedDevice(0, held=True)
+    world = World(device)
+    device.device_tensors |= {chunk.data_ptr() for chunk in world.pools[0][:3]}
+    device.launches_left = 1
+    with pytest.raises(RuntimeError, match="this launch fails"):
+        getattr(world, direction)(world.plan(0))
+    device.launches_left = None
+    device.host_writes(world.pools[0], 1)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_nothing_of_a_call_is_captured_in_a_graph_and_the_next_call_runs(direction):
+    device = SimulatedDevice(0, capturing=True)
+    world = World(device)
+    with pytest.raises(BackendError, match="CUDA graph"):
+        getattr(world, direction)(world.plan(0))
+    assert not device.launches
+    device.capturing = False
+    getattr(world, direction)(world.plan(0)).synchronize()
 
 
 def test_duplicates_are_found_when_asked_for(monkeypatch):

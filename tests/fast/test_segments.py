@@ -120,6 +120,9 @@ def test_neighbours_are_one_copy_and_equal_distances_one_copy_of_rows():
     apart = [(5000 + 1000 * i, (0, 0, 16), 16 * i, 16) for i in range(3)]
     (segment,) = cut([*apart, (9000, (0, 0, 16), 48, 16)], 1, 1, 16, MiB, 4)
     assert segment.copies == [Copy(5000, 0, size, 3, 1000, size), Copy(9000, 3 * size, size)]
+    pair = [(5000, (0, 0, 16), 0, 16), (5000 + size, (0, 0, 16), 16, 16), (5000 + 4 * size, (0, 0, 16), 32, 32)]
+    (segment,) = cut(pair, 1, 1, 16, MiB, 4)  # rows have a seam before each or none: a pair is not the first of them
+    assert segment.copies == [Copy(5000, 0, 2 * size, seams=[size]), Copy(5000 + 4 * size, 2 * size, 2 * size)]
     assert not Copy(9000, 0, size).joins(5000, size, size)  # backwards
     assert not Copy(0, 0, size).joins(1 << 31, size, size)  # too far
     assert not Copy(0, 0, size).joins(1000, size, 16)  # of another width
