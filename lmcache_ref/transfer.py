@@ -68,7 +68,8 @@ def gather(
     skip_prefix_n_tokens: tokens of the request below it are not moved.
 
     Sees everything the current stream wrote before the call. Raises by the rules above, before anything is written
-    (slot values on a GPU: at `wait` or `synchronize`).
+    (slot values on a GPU: at `wait` or `synchronize`). Until the handle is done a chunk is the transfer's, rows of skipped
+    tokens included: a backend may read them and write them back.
     """
     plan = TransferPlan.build(
         cache, slots, chunks, fmt=fmt, layers=layers, starts=starts, skip_prefix_n_tokens=skip_prefix_n_tokens

@@ -62,9 +62,7 @@ class Lane:
     def move(self, plan: TransferPlan, on_host: bool) -> Transfer:
         """Move a plan whose chunks are all in host memory, or all in this device's. Raises before anything is moved."""
         if self._device.is_capturing():
-            raise BackendError(
-                f"{self._operation}: a transfer cannot be captured in a CUDA graph; it waits for host memory"
-            )
+            raise BackendError(f"{self._operation}: a transfer cannot be captured in a CUDA graph")
         with self._lock:
             self._reap()
             checked = validating()

@@ -364,6 +364,16 @@ def test_no_call_waits_on_the_host(cuda):
 
 
 @on_gpu
+def test_a_call_cannot_be_captured_and_spoils_no_later_one(cuda):
+    world, near = World(), torch.ones(1, device="cuda")
+    plan = world.plan()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(BackendError, match="CUDA graph"):
+        near.zero_()
+        cuda.gather(plan)
+    cuda.gather(plan).synchronize()
+
+
+@on_gpu
 def test_memory_of_the_host_is_refused(cuda):
     with pytest.raises(BackendError, match="the KV cache is on cpu"):
         cuda.gather(World().plan(on_host=True))
